@@ -1,0 +1,1 @@
+"""How to fit and sample."""

@@ -1,0 +1,288 @@
+"""The log density of a guide at any point, not only at its own draws.
+
+The points are constrained values of the guide's sites with batch dims in front, ``(*batch, *native)``; the density is with
+respect to those constrained values. Pyro's own autoguides are evaluated in closed form; any other guide is run with its
+sites held at the points.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import singledispatch
+from operator import attrgetter
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from pyro.infer.autoguide import (
+    AutoContinuous,
+    AutoDelta,
+    AutoDiscreteParallel,
+    AutoGuide,
+    AutoGuideList,
+    AutoLaplaceApproximation,
+    AutoNormal,
+    AutoStructured,
+)
+from pyro.infer.autoguide.gaussian import AutoGaussian, AutoGaussianDense
+from pyro.infer.autoguide.guides import AutoCallable
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+from torch.distributions import biject_to
+
+from pyro_sym.errors import NoDensityError
+
+__all__ = ["GuideCall", "check_local_sites", "log_density"]
+
+Values = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class GuideCall:
+    """One call of a guide.
+
+    Attributes:
+        dims: the sites whose density is wanted, with the number of dims of one draw of each.
+        args: the guide's positional arguments.
+        kwargs: the guide's keyword arguments.
+        indices: the minibatch of every subsampled plate.
+    """
+
+    dims: Mapping[str, int]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    indices: Mapping[str, Tensor]
+
+
+@singledispatch
+def log_density(guide: Callable[..., Any], call: GuideCall) -> Callable[[Values], Tensor]:
+    r"""The function :math:`v \mapsto \log q(v)` of a guide with its current parameters.
+
+    Args:
+        guide: a Pyro guide that has been run at least once.
+        call: its arguments and minibatch, and the sites whose density is wanted.
+
+    Returns:
+        A function of values of shape ``(*batch, *native)`` a site that returns a tensor of shape ``batch``, and through
+        which gradients flow to the values and to the guide's parameters.
+
+    Raises:
+        NoDensityError: if the guide is a point mass, or draws auxiliary variables whose integral isn't known.
+    """
+    return _Conditioned(guide, call)
+
+
+def _unconstrained(site: Any, value: Tensor, native_dim: int) -> tuple[Tensor, Tensor]:
+    """Flat unconstrained coordinates of a site, and log |d value / d unconstrained|; batch dims in front."""
+    transform = biject_to(site["fn"].support)
+    unconstrained = transform.inv(value)
+    batch = value.dim() - native_dim
+    log_det = transform.log_abs_det_jacobian(unconstrained, value)
+    return unconstrained.flatten(batch) if native_dim else unconstrained.unsqueeze(-1), _rightmost(log_det, batch)
+
+
+def _rightmost(tensor: Tensor, batch: int) -> Tensor:
+    """Sum all but the first ``batch`` dims."""
+    return tensor.flatten(batch).sum(-1) if tensor.dim() > batch else tensor
+
+
+@log_density.register
+def _(guide: AutoContinuous, call: GuideCall) -> Callable[[Values], Tensor]:
+    posterior = guide.get_posterior(*call.args, **call.kwargs)
+    sites = [(name, site) for name, site in guide.prototype_trace.iter_stochastic_nodes()]
+
+    def log_prob(values: Values) -> Tensor:
+        pairs = [_unconstrained(site, values[name], call.dims[name]) for name, site in sites]
+        latent = torch.cat([flat for flat, _ in pairs], -1)
+        return posterior.log_prob(latent) - sum(log_det for _, log_det in pairs)
+
+    return log_prob
+
+
+@log_density.register
+def _(guide: AutoNormal, call: GuideCall) -> Callable[[Values], Tensor]:
+    sites = [(name, site) for name, site in guide.prototype_trace.iter_stochastic_nodes() if name in call.dims]
+    normals = {}
+    for name, _ in sites:
+        loc, scale = guide._get_loc_and_scale(name)
+        normals[name] = dist.Normal(loc.flatten(), scale.flatten(), validate_args=False)
+
+    def log_prob(values: Values) -> Tensor:
+        total: Any = 0.0
+        for name, site in sites:
+            flat, log_det = _unconstrained(site, values[name], call.dims[name])
+            total = total + normals[name].log_prob(flat).sum(-1) - log_det
+        return total
+
+    return log_prob
+
+
+@log_density.register
+def _(guide: AutoStructured, call: GuideCall) -> Callable[[Values], Tensor]:
+    for name, conditional in guide.conditionals.items():
+        if conditional not in ("normal", "mvn"):
+            raise NoDensityError(
+                f"AutoStructured has no density at site {name!r}, whose conditional is {conditional!r}; use 'normal' "
+                "or 'mvn'"
+            )
+    sites = list(guide._sorted_sites)
+
+    def log_prob(values: Values) -> Tensor:
+        total: Any = 0.0
+        perturbations = {}
+        for name, site in sites:
+            flat, log_det = _unconstrained(site, values[name], call.dims[name])
+            perturbations[name] = flat - attrgetter(name)(guide.locs)
+            deps = attrgetter(name)(guide.deps)
+            residual = perturbations[name]
+            for upstream in guide.dependencies.get(name, {}):
+                residual = residual - attrgetter(upstream)(deps)(perturbations[upstream])
+            scale = attrgetter(name)(guide.scales)
+            noise = residual / scale
+            log_scale = scale.log()
+            if guide.conditionals[name] == "mvn":
+                tril = attrgetter(name)(guide.scale_trils)
+                noise = torch.linalg.solve_triangular(tril, noise.unsqueeze(-1), upper=False).squeeze(-1)
+                log_scale = log_scale + tril.diagonal(dim1=-2, dim2=-1).log()
+            standard = dist.Normal(torch.zeros_like(noise), 1.0, validate_args=False)
+            total = total + standard.log_prob(noise).sum(-1) - log_scale.sum() - log_det
+        return total
+
+    return log_prob
+
+
+@log_density.register
+def _(guide: AutoGaussianDense, call: GuideCall) -> Callable[[Values], Tensor]:
+    posterior = guide._dense_get_mvn()
+
+    def log_prob(values: Values) -> Tensor:
+        parts, total = [], 0.0
+        for name in guide._dense_shapes:
+            flat, log_det = _unconstrained(guide._factors[name], values[name], call.dims[name])
+            scale = attrgetter(name)(guide.scales).flatten()
+            parts.append((flat - attrgetter(name)(guide.locs).flatten()) / scale)
+            total = total - log_det - scale.log().sum()
+        return posterior.log_prob(torch.cat(parts, -1)) + total
+
+    return log_prob
+
+
+@log_density.register
+def _(guide: AutoGuideList, call: GuideCall) -> Callable[[Values], Tensor]:
+    parts = []
+    for part in guide:
+        known = part._guide if isinstance(part, AutoCallable) else part
+        parts.append(log_density(known, call))
+    return lambda values: torch.stack(torch.broadcast_tensors(*[part(values) for part in parts])).sum(0)
+
+
+@log_density.register(AutoDelta)
+@log_density.register(AutoDiscreteParallel)
+@log_density.register(AutoLaplaceApproximation)
+@log_density.register(AutoGaussian)
+def _(guide: AutoGuide, call: GuideCall) -> Callable[[Values], Tensor]:
+    cure = "use AutoNormal or AutoMultivariateNormal"
+    if isinstance(guide, AutoLaplaceApproximation):
+        cure = "symmetrise guide.laplace_approximation(*args) instead"
+    raise NoDensityError(f"{type(guide).__name__} has no density that can be averaged over a group; {cure}")
+
+
+class _At(Messenger):
+    """Holds sites at given values and adds their log densities up."""
+
+    def __init__(self, values: Values, call: GuideCall) -> None:
+        super().__init__()
+        self.values, self.call = values, call
+        self.log_prob: Any = 0.0
+
+    def _pyro_sample(self, msg: Any) -> None:
+        given = self.call.indices if poutine.util.site_is_subsample(msg) else self.values
+        if msg["name"] in given and not msg["is_observed"]:
+            msg["value"] = given[msg["name"]]
+            msg["done"] = True
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if msg["name"] not in self.values and not msg["is_observed"] and not poutine.util.site_is_subsample(msg):
+            raise NoDensityError(
+                f"the guide draws an auxiliary variable {msg['name']!r}, and the density of its latent sites is an "
+                "integral over it; use a guide whose latent sites have a density of their own"
+            )
+        if _is_point_mass(msg["fn"]):
+            raise NoDensityError(
+                f"site {msg['name']!r} of the guide is a point mass and has no density; give it a distribution"
+            )
+        if msg["name"] in self.call.dims and not msg["is_observed"]:
+            self.log_prob = self.log_prob + msg["fn"].log_prob(msg["value"]).sum()
+
+
+def _is_point_mass(fn: Any) -> bool:
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    return isinstance(fn, dist.Delta)
+
+
+class _Conditioned:
+    """A guide run with its sites held at the points, all points at once by vmap where the guide allows it."""
+
+    def __init__(self, guide: Callable[..., Any], call: GuideCall) -> None:
+        self.guide, self.call = guide, call
+        self.vectorised = True
+
+    def __call__(self, values: Values) -> Tensor:
+        name, native_dim = next(iter(self.call.dims.items()))
+        batch = values[name].shape[: values[name].dim() - native_dim]
+        flat = {name: value.flatten(0, len(batch) - 1) for name, value in values.items()}
+        if self.vectorised:
+            try:
+                with pyro.validation_enabled(False):
+                    return torch.func.vmap(self._at)(flat).reshape(batch)
+            except RuntimeError as error:
+                self.vectorised = False
+                warnings.warn(
+                    f"the guide can't be vectorised over points ({error}); evaluating them one by one, which is slower",
+                    stacklevel=2,
+                )
+        rows = [self._at({name: value[i] for name, value in flat.items()}) for i in range(batch.numel())]
+        return torch.stack(rows).reshape(batch)
+
+    def _at(self, values: Values) -> Tensor:
+        with poutine.block(), _At(values, self.call) as held:
+            self.guide(*self.call.args, **self.call.kwargs)
+        return held.log_prob
+
+
+def check_local_sites(guide: Callable[..., Any], call: GuideCall, values: Values, moved: Values) -> None:
+    """Refuse a guide whose sites in subsampled plates depend on what a symmetry moves.
+
+    Their terms are estimates, scaled up from a minibatch, and so can't enter an average of densities; they stay outside
+    of it, which is right as long as the average has them as a common factor.
+
+    Args:
+        guide: the guide.
+        call: its arguments, and the local sites.
+        values: one draw, of shape ``(1, *native)`` a site.
+        moved: its image.
+
+    Raises:
+        NoDensityError: if a local site is not independent of the moved ones.
+    """
+    for part in guide if isinstance(guide, AutoGuideList) else [guide]:
+        if isinstance(part, AutoNormal):
+            continue
+        known = part._guide if isinstance(part, AutoCallable) else part
+        if isinstance(known, AutoGuide):
+            dims = {name: dim for name, dim in call.dims.items() if name in known.prototype_trace}
+            entangled = bool(dims)
+        else:
+            held = _Conditioned(known, call)
+            entangled = not torch.allclose(held(values), held(moved), rtol=1e-4, atol=1e-4)
+        if entangled:
+            raise NoDensityError(
+                f"{known!r} ties the sites {sorted(call.dims)}, which lie in subsampled plates, to the sites that the "
+                "symmetry moves, so that the orbit average can't be estimated from a minibatch; use AutoNormal, or a "
+                "guide in which they are independent"
+            )

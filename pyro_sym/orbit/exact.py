@@ -1,0 +1,97 @@
+r"""The log orbit average by enumeration of the group.
+
+Notation of this package's orbit room: :math:`q` is a density on values, :math:`G` a finite group acting on them without
+changing volume, and
+
+.. math::
+
+    q^G(\omega) = \frac{1}{|G|} \sum_{g \in G} q(g \cdot \omega)
+
+the density of :math:`g \cdot \omega` for :math:`\omega \sim q` and :math:`g` uniform on :math:`G`. (The sum over
+:math:`g` equals the sum over :math:`g^{-1}`.) ``own`` is :math:`\log q(\omega)` as the guide itself reported it, which is
+more exact than a round trip through constrained space.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from pyro_sym.symmetry.base import Element, Symmetry, map_element
+
+__all__ = ["LogProb", "enumerated", "log_prob_at_images"]
+
+LogProb = Callable[[dict[str, Tensor]], Tensor]
+"""Values of shape ``(*batch, *native)`` to their log density, of shape ``batch``."""
+
+CHUNK_NUMEL = 2**22
+
+
+def enumerated(symmetry: Symmetry, log_prob: LogProb, values: Mapping[str, Tensor], own: Tensor) -> Tensor:
+    r"""The log orbit average :math:`\log q^G(\omega)`, exactly.
+
+    The images are evaluated in chunks of bounded memory; where there are several, the backward pass recomputes them.
+
+    Args:
+        symmetry: the group; its elements are listed.
+        log_prob: the log density of the guide.
+        values: draws :math:`\omega` by site, each of shape ``(P, *native)``.
+        own: :math:`\log q(\omega)`, of shape ``(P,)``.
+
+    Returns:
+        :math:`\log q^G(\omega)`, of shape ``(P,)``, in nats.
+    """
+    elements = symmetry.elements(values)
+    order = _length(elements)
+    numel = sum(value.numel() for value in values.values())
+    rows = max(1, CHUNK_NUMEL // numel)
+    starts = range(1, order, rows)  # the identity is first, and known: own
+    terms = [own.unsqueeze(0)]
+    for start in starts:
+        chunk = map_element(lambda part, s=start: part[s : s + rows].unsqueeze(1), elements)
+        if len(starts) == 1:
+            terms.append(log_prob_at_images(symmetry, log_prob, values, chunk))
+        else:
+            terms.append(_summed_chunk(symmetry, log_prob, values, chunk))
+    return torch.cat(terms).logsumexp(0) - math.log(order)
+
+
+def log_prob_at_images(
+    symmetry: Symmetry, log_prob: LogProb, values: Mapping[str, Tensor], elements: Element
+) -> Tensor:
+    r"""The log density at images, :math:`\log q(g_m \cdot \omega_p)`.
+
+    Args:
+        symmetry: the group.
+        log_prob: the log density of the guide.
+        values: draws by site, each of shape ``(P, *native)``.
+        elements: elements of batch shape ``(M, P)`` or ``(M, 1)``.
+
+    Returns:
+        A tensor of shape ``(M, P)``.
+    """
+    return log_prob(symmetry.act(elements, {site: value.unsqueeze(0) for site, value in values.items()}))
+
+
+def _summed_chunk(
+    symmetry: Symmetry, log_prob: LogProb, values: Mapping[str, Tensor], elements: Element
+) -> Tensor:
+    """One row of log sum exp over a chunk, recomputed in the backward pass rather than kept."""
+    sites = list(values)
+
+    def row(*tensors: Tensor) -> Tensor:
+        at = dict(zip(sites, tensors, strict=True))
+        return log_prob_at_images(symmetry, log_prob, at, elements).logsumexp(0, keepdim=True)
+
+    return checkpoint(row, *values.values(), use_reentrant=False, preserve_rng_state=False)
+
+
+def _length(elements: Element) -> int:
+    first = elements
+    while isinstance(first, tuple):
+        first = first[0]
+    return len(first)

@@ -1,0 +1,264 @@
+"""What a Pyro model says about itself: its latent sites, its plates and its log joint.
+
+Everything in the package that evaluates a model goes through :class:`Program`: the symmetry check, the
+potential of the samplers, the exporter. It conditions the model on constrained values, hands the indices of
+subsampled plates in, sums enumerable discrete sites out, and returns plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from opt_einsum import shared_intermediates
+from pyro import poutine
+from pyro.infer import config_enumerate
+from pyro.infer.autoguide.initialization import InitMessenger, init_to_uniform
+from pyro.ops import packed as packed_ops
+from pyro.ops.contract import contract_tensor_tree
+from pyro.poutine.indep_messenger import CondIndepStackFrame
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.subsample_messenger import _Subsample
+from torch import Tensor
+from torch.distributions import constraints
+
+__all__ = ["LatentSite", "Program", "SubsampledPlate", "init_to_prior"]
+
+Values = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LatentSite:
+    """One continuous latent site, as the model's trace shows it.
+
+    Attributes:
+        name: the site's name.
+        value: a feasible constrained value, of the site's native shape.
+        support: the constraint of the site's support.
+        event_dim: number of event dims of the site's distribution.
+        frames: the plates around the site.
+    """
+
+    name: str
+    value: Tensor
+    support: constraints.Constraint
+    event_dim: int
+    frames: tuple[CondIndepStackFrame, ...]
+
+
+@dataclass(frozen=True)
+class SubsampledPlate:
+    """A plate that sees ``subsample_size`` of its ``size`` rows at a time, with indices on ``device``."""
+
+    name: str
+    size: int
+    subsample_size: int
+    device: torch.device
+
+
+class _GivenIndices(Messenger):
+    """Hands the indices of subsampled plates to the model, in place of Pyro's own random ones."""
+
+    def __init__(self, indices: Values) -> None:
+        super().__init__()
+        self.indices = indices
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if not isinstance(msg["fn"], _Subsample) or not _is_subsampled(msg["fn"]):
+            return
+        if msg["name"] not in self.indices:
+            raise ValueError(
+                f"plate {msg['name']!r} sees {msg['fn'].subsample_size} of {msg['fn'].size} rows and no "
+                f"indices were given for it; pass a tensor of indices under {msg['name']!r}"
+            )
+        msg["value"] = self.indices[msg["name"]]
+        msg["done"] = True
+
+
+def _is_subsampled(fn: _Subsample) -> bool:
+    return fn.subsample_size is not None and fn.subsample_size < fn.size
+
+
+def init_to_prior(site: Any) -> Tensor:
+    """Draw a site from its prior, or uniformly in unconstrained space where the prior is improper."""
+    try:
+        return site["fn"].sample().detach()
+    except NotImplementedError:
+        return init_to_uniform(site)
+
+
+class Program:
+    r"""A Pyro model with its arguments, seen as a function of its continuous latent sites.
+
+    The log joint is
+
+    .. math::
+
+        \log p(\theta, D) = \sum_s c_s \log p(x_s \mid \mathrm{pa}(x_s)),
+
+    over all sample sites :math:`s`, with the scales :math:`c_s` of subsampled plates and ``poutine.scale``, and
+    enumerable discrete latent sites summed out (inside the scale, as :class:`~pyro.infer.TraceEnum_ELBO` does).
+
+    Args:
+        model: a Pyro model.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        init_strategy: a per-site function of the message, as in Pyro's autoguides, that gives the prototype
+            values of the latent sites.
+
+    Raises:
+        ValueError: if a latent site is discrete and can't be enumerated.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        init_strategy: Callable[[Any], Tensor] = init_to_prior,
+    ) -> None:
+        self.model = model
+        self.args = args
+        self.kwargs = dict(kwargs or {})
+        self.init_strategy = init_strategy
+        with torch.random.fork_rng(devices=[]):
+            trace = self._run_prototype()
+        nesting = [-f.dim for s in _samples(trace) for f in s["cond_indep_stack"] if f.vectorized]
+        self.max_plate_nesting: int = max(nesting, default=0)
+        self.plates = {
+            site["name"]: SubsampledPlate(
+                site["name"], site["fn"].size, site["fn"].subsample_size, site["value"].device
+            )
+            for site in _samples(trace)
+            if isinstance(site["fn"], _Subsample) and _is_subsampled(site["fn"])
+        }
+        latents = [s for s in _samples(trace) if not s["is_observed"] and not isinstance(s["fn"], _Subsample)]
+        self.enumerated = tuple(s["name"] for s in latents if s["fn"].has_enumerate_support)
+        self.latents = {
+            s["name"]: LatentSite(
+                s["name"],
+                s["value"].detach(),
+                s["fn"].support,
+                s["fn"].event_dim,
+                tuple(s["cond_indep_stack"]),
+            )
+            for s in latents
+            if not s["fn"].has_enumerate_support
+        }
+        for name, latent in self.latents.items():
+            if latent.support.is_discrete:
+                raise ValueError(
+                    f"latent site {name!r} is discrete and can't be enumerated (support {latent.support}); "
+                    "marginalise it in the model, or give it a distribution with finite support"
+                )
+        if self.enumerated:
+            model = poutine.enum(config_enumerate(model), first_available_dim=-1 - self.max_plate_nesting)
+        self._runnable = model
+
+    def _run_prototype(self) -> poutine.Trace:
+        """Run the model once to look at it: no gradients, and nothing seen by handlers outside."""
+        with torch.no_grad(), poutine.block():
+            model = InitMessenger(self.init_strategy)(self.model)
+            return poutine.trace(model).get_trace(*self.args, **self.kwargs)
+
+    def draw(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Draw the latent sites by ``init_strategy``, and indices for the subsampled plates.
+
+        Unlike construction, this advances torch's global generator, as every draw does.
+
+        Returns:
+            The constrained values by site, and the indices by plate.
+        """
+        trace = self._run_prototype()
+        values = {name: trace.nodes[name]["value"].detach() for name in self.latents}
+        return values, {name: trace.nodes[name]["value"] for name in self.plates}
+
+    def trace(self, values: Values, indices: Values | None = None) -> poutine.Trace:
+        """Run the model at given constrained values and plate indices.
+
+        Args:
+            values: constrained values by latent site, each of the site's native shape.
+            indices: a tensor of ``subsample_size`` indices for every subsampled plate.
+
+        Returns:
+            The trace, with log probabilities computed.
+
+        Raises:
+            ValueError: if a latent site has no value, or a subsampled plate no indices.
+        """
+        missing = [name for name in self.latents if name not in values]
+        if missing:
+            raise ValueError(
+                f"no value for latent site {missing[0]!r}; the model's latent sites are {list(self.latents)}"
+            )
+        given = {name: values[name] for name in self.latents}
+        with poutine.block(), _GivenIndices(indices or {}):
+            conditioned = poutine.condition(self._runnable, data=given)
+            trace = poutine.trace(conditioned).get_trace(*self.args, **self.kwargs)
+        trace.compute_log_prob()
+        return trace
+
+    def log_joint_terms(self, values: Values, indices: Values | None = None) -> dict[str, Tensor]:
+        """The log joint, a scalar a site; sites that depend on summed-out ones are one term together.
+
+        Args:
+            values: constrained values by latent site, each of the site's native shape.
+            indices: indices by subsampled plate.
+
+        Returns:
+            Scalars by site name, in the model's order. A joint term of sites ``y`` and ``z`` is named ``"z+y"``.
+        """
+        trace = self.trace(values, indices)
+        if not self.enumerated:
+            return {s["name"]: s["log_prob_sum"] for s in _samples(trace) if not isinstance(s["fn"], _Subsample)}
+        return _marginal_terms(trace)
+
+    def log_joint(self, values: Values, indices: Values | None = None) -> Tensor:
+        """The log joint, as a scalar tensor; arguments as in :meth:`log_joint_terms`."""
+        return torch.stack(list(self.log_joint_terms(values, indices).values())).sum()
+
+
+def _samples(trace: poutine.Trace) -> list[Any]:
+    return [site for site in trace.nodes.values() if site["type"] == "sample"]
+
+
+def _marginal_terms(trace: poutine.Trace) -> dict[str, Tensor]:
+    """Sum the enumerated sites of a trace out; masks go inside the sum, the common scale outside."""
+    trace.pack_tensors()
+    sites = [s for s in _samples(trace) if not isinstance(s["fn"], _Subsample)]
+    plates = {
+        s["name"]: frozenset(trace.plate_to_symbol[f.name] for f in s["cond_indep_stack"] if f.vectorized)
+        for s in sites
+    }
+    summed = set(
+        s["infer"]["_enumerate_symbol"] for s in sites if s["infer"].get("_enumerate_dim") is not None
+    )
+    terms: dict[str, Tensor] = {}
+    factors: OrderedDict[frozenset[str], list[Tensor]] = OrderedDict()
+    joint, scales = [], []
+    for site in sites:
+        packed = site["packed"]
+        if summed.isdisjoint(packed["log_prob"]._pyro_dims):
+            terms[site["name"]] = site["log_prob_sum"]
+            continue
+        factor = packed["unscaled_log_prob"]
+        if packed["mask"] is not None:
+            factor = packed_ops.scale_and_mask(factor, mask=packed["mask"])
+        factors.setdefault(plates[site["name"]], []).append(factor)
+        scales.append(site["scale"])
+        joint.append(site["name"])
+    if len({float(scale) for scale in scales}) > 1:
+        raise ValueError(
+            f"the sites {joint} are summed out together but carry different scales {scales}; "
+            "put them into the same subsampled plate or poutine.scale"
+        )
+    with shared_intermediates():
+        contracted = contract_tensor_tree(factors, summed)
+    total = sum(term.sum() for group in contracted.values() for term in group)
+    terms["+".join(joint)] = scales[0] * total
+    return terms
+

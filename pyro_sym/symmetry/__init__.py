@@ -1,0 +1,8 @@
+"""What may change without changing the model."""
+
+from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.elementary import Permutation, SignFlip
+from pyro_sym.symmetry.model import check_symmetry
+from pyro_sym.symmetry.product import Product
+
+__all__ = ["Permutation", "Product", "SignFlip", "Symmetry", "check_symmetry"]

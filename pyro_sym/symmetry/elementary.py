@@ -1,0 +1,186 @@
+"""The two elementary symmetries: relabelling, and sign flips."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pyro_sym.errors import SymmetryError
+from pyro_sym.symmetry.base import (
+    Axes,
+    Symmetry,
+    Values,
+    along,
+    broadcast_batch,
+    common_size,
+    normalise_axes,
+)
+
+__all__ = ["Permutation", "SignFlip"]
+
+MAX_ELEMENTS = 1_000_000
+
+
+class _OnOneSize(Symmetry):
+    """What both elementary symmetries share: a table of axes that all have one size."""
+
+    def __init__(self, axes: Mapping[str, int | tuple[int, ...]]) -> None:
+        self.axes: Axes = normalise_axes(type(self).__name__, axes)
+
+    def __repr__(self) -> str:
+        table = {site: several[0] if len(several) == 1 else several for site, several in self.axes.items()}
+        return f"{type(self).__name__}({table})"
+
+    def size(self, values: Values) -> int:
+        """The number of labels (or of signs): the common length of the named axes."""
+        return common_size(type(self).__name__, self.axes, values)
+
+    def check_values(self, values: Values) -> None:
+        self.size(values)
+
+    def _device(self, values: Values) -> torch.device:
+        return values[self.sites[0]].device
+
+    def _refuse_too_many(self, values: Values) -> None:
+        if self.log_order(values) > math.log(MAX_ELEMENTS):
+            raise SymmetryError(
+                f"{self} has exp({self.log_order(values):.1f}) elements for size {self.size(values)}, too many to "
+                "list; sample them instead"
+            )
+
+
+class Permutation(_OnOneSize):
+    r"""The symmetric group :math:`S_n`, relabelling one axis (or several axes at once) of each named site.
+
+    An element is an index tensor :math:`g` of shape ``(*batch, n)``; unit :math:`i` of the image is unit
+    :math:`g_i` of the original, on every named axis:
+
+    .. math::
+
+        (g \cdot v)_{\dots i \dots} = v_{\dots g_i \dots}, \qquad (g h)_i = h_{g_i}, \qquad (g^{-1})_{g_i} = i.
+
+    Args:
+        axes: site name to axis, counted from the right (negative), or to a tuple of axes that move together, as
+            both axes of a transition matrix do.
+
+    Raises:
+        SymmetryError: if an axis is not a negative int, or is named twice.
+
+    Example:
+        >>> sym = Permutation({"weights": -1, "locs": -2, "trans": (-2, -1)})
+        >>> sym.act(torch.tensor([1, 0]), {"weights": torch.tensor([0.3, 0.7]), "locs": torch.tensor([[1.0], [2.0]]),
+        ...     "trans": torch.tensor([[0.9, 0.1], [0.4, 0.6]])})["trans"]
+        tensor([[0.6000, 0.4000],
+                [0.1000, 0.9000]])
+    """
+
+    def _act(self, element: Tensor, values: Values) -> dict[str, Tensor]:
+        images = {}
+        for site, several in self.axes.items():
+            value = values[site]
+            for axis in several:
+                if element.dim() == 1:
+                    value = value.index_select(axis, element)
+                else:
+                    value = broadcast_batch(value, element.shape[:-1])
+                    value = value.gather(axis, along(element, value, axis).expand(value.shape))
+            images[site] = value
+        return images
+
+    def inverse(self, element: Tensor) -> Tensor:
+        return element.argsort(-1)
+
+    def compose(self, first: Tensor, second: Tensor) -> Tensor:
+        first, second = torch.broadcast_tensors(first, second)
+        return second.gather(-1, first)
+
+    def identity(self, values: Values, batch_shape: tuple[int, ...] = ()) -> Tensor:
+        n = self.size(values)
+        return torch.arange(n, device=self._device(values)).expand(*batch_shape, n)
+
+    def sample(self, values: Values, batch_shape: tuple[int, ...] = ()) -> Tensor:
+        return torch.rand(*batch_shape, self.size(values), device=self._device(values)).argsort(-1)
+
+    def elements(self, values: Values) -> Tensor:
+        self._refuse_too_many(values)
+        every = list(itertools.permutations(range(self.size(values))))
+        return torch.tensor(every, dtype=torch.long, device=self._device(values))
+
+    def generators(self, values: Values) -> list[tuple[str, Tensor]]:
+        """The adjacent transpositions."""
+        named = []
+        for i in range(self.size(values) - 1):
+            swap = self.identity(values).clone()
+            swap[i], swap[i + 1] = i + 1, i
+            named.append((f"swapping {i} and {i + 1} in {self}", swap))
+        return named
+
+    def log_order(self, values: Values) -> float:
+        return math.lgamma(self.size(values) + 1)
+
+
+class SignFlip(_OnOneSize):
+    r"""The group :math:`\{\pm 1\}^n` of sign flips along one axis (or several axes at once) of each named site.
+
+    An element is a tensor :math:`s` of :math:`\pm 1` (int8) and shape ``(*batch, n)``:
+
+    .. math::
+
+        (s \cdot v)_{\dots i \dots} = s_i\, v_{\dots i \dots}, \qquad (s t)_i = s_i t_i, \qquad s^{-1} = s,
+
+    and on a site with two named axes, :math:`s_i s_j v_{ij}`.
+
+    Args:
+        axes: site name to axis, counted from the right (negative), or to a tuple of axes that flip together.
+
+    Raises:
+        SymmetryError: if an axis is not a negative int, or is named twice.
+
+    Example:
+        >>> sym = SignFlip({"loadings": -1, "factors": -1})
+        >>> sym.act(torch.tensor([1, -1]), {"loadings": torch.ones(3, 2), "factors": torch.ones(2)})["factors"]
+        tensor([ 1., -1.])
+    """
+
+    def _act(self, element: Tensor, values: Values) -> dict[str, Tensor]:
+        images = {}
+        for site, several in self.axes.items():
+            value = values[site]
+            for axis in several:
+                value = value * along(element, value, axis)
+            images[site] = value
+        return images
+
+    def inverse(self, element: Tensor) -> Tensor:
+        return element
+
+    def compose(self, first: Tensor, second: Tensor) -> Tensor:
+        return first * second
+
+    def identity(self, values: Values, batch_shape: tuple[int, ...] = ()) -> Tensor:
+        return torch.ones(*batch_shape, self.size(values), dtype=torch.int8, device=self._device(values))
+
+    def sample(self, values: Values, batch_shape: tuple[int, ...] = ()) -> Tensor:
+        coins = torch.randint(2, (*batch_shape, self.size(values)), device=self._device(values))
+        return (1 - 2 * coins).to(torch.int8)
+
+    def elements(self, values: Values) -> Tensor:
+        self._refuse_too_many(values)
+        every = list(itertools.product((1, -1), repeat=self.size(values)))
+        return torch.tensor(every, dtype=torch.int8, device=self._device(values))
+
+    def generators(self, values: Values) -> list[tuple[str, Tensor]]:
+        """The flips of one sign."""
+        named = []
+        for i in range(self.size(values)):
+            flip = self.identity(values).clone()
+            flip[i] = -1
+            named.append((f"flipping the sign of {i} in {self}", flip))
+        return named
+
+    def log_order(self, values: Values) -> float:
+        return self.size(values) * math.log(2.0)

@@ -1,0 +1,170 @@
+"""Is it a symmetry of the model? Compare the model's log joint at values and at their images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from pyro.infer.autoguide.initialization import InitMessenger
+from pyro.poutine.block_messenger import BlockMessenger
+from pyro.poutine.messenger import _bound_partial, _context_wrap
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from pyro_sym.errors import SymmetryError
+from pyro_sym.program import Program
+from pyro_sym.symmetry.base import Element, Symmetry
+
+__all__ = ["check_symmetry", "unblocked"]
+
+NUM_DRAWS = 3
+NUM_RANDOM_ELEMENTS = 3
+MAX_GENERATORS = 32
+# Differences are relative to 1 + sum |terms|: summing permuted terms in another order moves the last digits.
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+
+
+def check_symmetry(model: Callable[..., Any], symmetry: Symmetry, *args: Any, **kwargs: Any) -> None:
+    r"""Check that a model's log joint does not change under a symmetry.
+
+    At prior draws :math:`\theta` (three of them), with the same minibatch on both sides, the check asks for
+
+    .. math::
+
+        \log p(g \cdot \theta, D) = \log p(\theta, D)
+
+    for the generators of the group (at most 32 of them, evenly spread) and for random elements :math:`g`. It runs in
+    float64 where the model allows, and in the model's own precision otherwise. Enumerable discrete sites are summed
+    out first. Torch's global random state is left as it was.
+
+    Args:
+        model: a Pyro model; a ``poutine.block`` around it is looked through.
+        symmetry: the claimed symmetry.
+        *args: the model's positional arguments.
+        **kwargs: the model's keyword arguments.
+
+    Raises:
+        SymmetryError: if the log joint changes: the message names the generator, the difference, and the sites whose
+            terms moved; or if the symmetry can't act on the model's sites.
+        ValueError: if a latent site is discrete and can't be summed out, or no prior draw has a finite log joint.
+
+    Example:
+        >>> def model():
+        ...     pyro.sample("locs", dist.Normal(torch.tensor([0.0, 1.0]), 1.0).to_event(1))
+        >>> check_symmetry(model, Permutation({"locs": -1}))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        pyro_sym.errors.SymmetryError: the model is not invariant under swapping 0 and 1 in Permutation({'locs': -1})...
+    """
+    model = unblocked(model)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            with _default_dtype(torch.float64):
+                double = partial(tree_map, _to_double)
+                _check(Program(model, double(args), double(kwargs)), symmetry, torch.float64)
+            return
+        except RuntimeError as error:
+            if "dtype" not in str(error) and "scalar type" not in str(error):
+                raise
+        _check(Program(model, args, kwargs), symmetry, torch.float32)
+
+
+def _check(program: Program, symmetry: Symmetry, dtype: torch.dtype) -> None:
+    for _ in range(NUM_DRAWS):
+        values, indices = _finite_draw(program, dtype)
+        _refuse_hidden_randomness(program, values, indices)
+        symmetry.check_values(values)
+        generators = symmetry.generators(values)
+        step = -(-len(generators) // MAX_GENERATORS) or 1
+        spread = generators[::step]
+        rest = [pair for k, pair in enumerate(generators) if k % step]
+        for name, element in spread:
+            _compare(program, symmetry, values, indices, element, name, dtype)
+        for _ in range(NUM_RANDOM_ELEMENTS):
+            try:
+                name = f"a random element of {symmetry}"
+                _compare(program, symmetry, values, indices, symmetry.sample(values), name, dtype)
+            except SymmetryError:
+                for name, element in rest:  # a generator says more than a random element
+                    _compare(program, symmetry, values, indices, element, name, dtype)
+                raise
+
+
+def _finite_draw(program: Program, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    for _ in range(20):
+        values, indices = program.draw()
+        if dtype == torch.float64:
+            values = {name: _to_double(value) for name, value in values.items()}
+        if program.log_joint(values, indices).isfinite():
+            return values, indices
+    raise ValueError("the model's log joint is not finite at any of 20 prior draws, so no symmetry can be checked")
+
+
+def _compare(
+    program: Program,
+    symmetry: Symmetry,
+    values: dict[str, Tensor],
+    indices: dict[str, Tensor],
+    element: Element,
+    name: str,
+    dtype: torch.dtype,
+) -> None:
+    before = program.log_joint_terms(values, indices)
+    after = program.log_joint_terms(symmetry.act(element, values), indices)
+    allowed = TOLERANCE[dtype] * (1.0 + sum(abs(float(term)) for term in before.values()))
+    change = sum(float(after[site] - before[site]) for site in before)
+    if abs(change) <= allowed:
+        return
+    moved = {site: float(after[site] - before[site]) for site in before}
+    listed = ", ".join(f"{site!r} by {delta:+.4g}" for site, delta in moved.items() if not abs(delta) <= allowed)
+    raise SymmetryError(
+        f"the model is not invariant under {name}: its log joint changes by {change:+.4g} (allowed {allowed:.1g}); "
+        f"terms that moved: {listed}. Is a site missing from the symmetry, on the wrong axis, or under a prior that "
+        "tells the labels apart?"
+    )
+
+
+def _refuse_hidden_randomness(program: Program, values: dict[str, Tensor], indices: dict[str, Tensor]) -> None:
+    first, second = (program.log_joint(values, indices) for _ in range(2))
+    if first != second:
+        raise SymmetryError(
+            f"the model's log joint is random at fixed values of its latent sites {list(program.latents)}: "
+            f"{float(first):.6g}, then {float(second):.6g}. Does it sample outside pyro.sample, or hide a site? Pass "
+            "the whole model"
+        )
+
+
+def unblocked(model: Callable[..., Any]) -> Callable[..., Any]:
+    """The model without the ``poutine.block`` and init strategies around it; other handlers stay.
+
+    A guide for a mixture is made from the model with its allocations blocked; the symmetry is the whole model's.
+    """
+    kept = []
+    fn = model
+    while True:
+        inner = fn.func if isinstance(fn, _bound_partial) else fn
+        if not (isinstance(inner, partial) and inner.func is _context_wrap):
+            break
+        messenger, fn = inner.args
+        if not isinstance(messenger, BlockMessenger | InitMessenger):
+            kept.append(messenger)
+    for messenger in reversed(kept):
+        fn = messenger(fn)
+    return fn
+
+
+def _to_double(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
