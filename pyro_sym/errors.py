@@ -7,3 +7,7 @@ class SymmetryError(ValueError):
 
 class NoDensityError(ValueError):
     """A guide whose density at given points can't be evaluated, so that it can't be averaged over a group."""
+
+
+class DivergenceError(RuntimeError):
+    """A chain whose position, potential energy or gradient is no longer finite."""

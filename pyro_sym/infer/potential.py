@@ -1,0 +1,251 @@
+"""The potential energy of a Pyro model in unconstrained space, minibatches included, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyro
+import torch
+from pyro.infer.autoguide.initialization import init_to_uniform
+from torch import Tensor
+from torch.distributions import biject_to
+from torch.distributions.transforms import IndependentTransform, Transform, identity_transform
+
+from pyro_sym.program import Program, SubsampledPlate, Values
+
+__all__ = ["Potential"]
+
+
+class Potential:
+    r"""A Pyro model with its arguments as a function of unconstrained latent values: the potential energy.
+
+    With constrained values :math:`\theta = f(u)`, where :math:`f` is ``biject_to(support)`` site by site, it is
+
+    .. math::
+
+        U(u) = -\log p(f(u), D) - \log |\det \partial f / \partial u|,
+
+    the full negative log joint with enumerable discrete sites summed out. Subsampled plates scale what they enclose
+    by ``size / subsample_size``, so that over uniformly drawn indices :math:`U` and its gradient are unbiased.
+    ``pyro.param`` s are held at their values.
+
+    Args:
+        model: a Pyro model.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        init_strategy: a per-site function, as in Pyro's autoguides, for :meth:`initial`.
+
+    Attributes:
+        program: the model as constrained values see it.
+        transforms: by site, from constrained to unconstrained values (Pyro's convention).
+        shapes: the unconstrained shape of each latent site.
+        size: the number of unconstrained values of all sites together, :math:`d`.
+
+    Raises:
+        ValueError: if the model has no continuous latent site, a discrete one that can't be enumerated, a latent
+            site inside a subsampled plate, or one whose support depends on other latent sites.
+
+    Example:
+        >>> def model():
+        ...     pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        >>> potential = Potential(model)
+        >>> potential({"scale": torch.tensor(1.0)})
+        tensor(1.4189)
+        >>> potential.constrain({"scale": torch.tensor(1.0)})
+        {'scale': tensor(2.7183)}
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        init_strategy: Callable[[Any], Tensor] = init_to_uniform,
+    ) -> None:
+        self.program = Program(model, args, kwargs, init_strategy=_ContinuousOnly(init_strategy))
+        latents = self.program.latents
+        if not latents:
+            raise ValueError("the model has no continuous latent site, so there is nothing to sample")
+        self._refuse_local_latents()
+        self._bijections: dict[str, Transform] = {name: biject_to(s.support) for name, s in latents.items()}
+        self._curved = tuple(name for name, f in self._bijections.items() if not _is_identity(f))
+        self.transforms: dict[str, Transform] = {name: f.inv for name, f in self._bijections.items()}
+        prototype = self.unconstrain({name: site.value for name, site in latents.items()})
+        self.shapes = {name: value.shape for name, value in prototype.items()}
+        self._sizes = [value.numel() for value in prototype.values()]
+        self._dtypes = [value.dtype for value in prototype.values()]
+        self.size = sum(self._sizes)
+        self._refuse_moving_supports(prototype)
+
+    def _refuse_local_latents(self) -> None:
+        for name, site in self.program.latents.items():
+            for frame in site.frames:
+                if frame.name in self.program.plates:
+                    raise ValueError(
+                        f"latent site {name!r} is inside the subsampled plate {frame.name!r}: each step would take its "
+                        "values for those of other rows; move the site out of the plate, marginalise it, or drop the "
+                        "plate's subsample_size"
+                    )
+
+    def _refuse_moving_supports(self, prototype: Values) -> None:
+        """The transforms are those of the prototype, so look at another point whether the supports stay put."""
+        moved = {name: value + 0.1 for name, value in prototype.items()}
+        values = self.constrain(moved)
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), pyro.validation_enabled(False):
+            trace = self.program.trace(values, self.draw_indices())
+        for name in self._curved:
+            there = biject_to(trace.nodes[name]["fn"].support)(moved[name])
+            if not torch.allclose(there, values[name], equal_nan=True):
+                raise ValueError(
+                    f"the support of latent site {name!r} depends on other latent sites; sample it on a fixed "
+                    "support and shift or scale it by pyro.deterministic"
+                )
+
+    def __call__(self, unconstrained: Values, indices: Values | None = None) -> Tensor:
+        """The potential energy.
+
+        Args:
+            unconstrained: unconstrained values by latent site, of the shapes in ``shapes``.
+            indices: ``subsample_size`` indices for each subsampled plate, as :meth:`draw_indices` gives.
+
+        Returns:
+            A scalar tensor, differentiable in ``unconstrained``.
+
+        Raises:
+            ValueError: if a latent site has no value, or a subsampled plate no indices.
+        """
+        values = self.constrain(unconstrained)
+        energy = -self.program.log_joint(values, indices)
+        for log_det in self._log_dets(unconstrained, values).values():
+            energy = energy - log_det
+        return energy
+
+    def _log_dets(self, unconstrained: Values, values: Values) -> dict[str, Tensor]:
+        return {
+            name: self._bijections[name].log_abs_det_jacobian(unconstrained[name], values[name]).sum()
+            for name in self._curved
+        }
+
+    def value_and_grad(self, position: Tensor, indices: Values | None = None) -> tuple[Tensor, Tensor]:
+        """The potential energy and its gradient at a flat position, by one evaluation of the model.
+
+        Args:
+            position: all unconstrained values, flattened, of shape ``(d,)``.
+            indices: indices by subsampled plate.
+
+        Returns:
+            The energy, a scalar, and the gradient, of shape ``(d,)``; both detached.
+        """
+        with torch.enable_grad():
+            leaves = {name: v.detach().requires_grad_() for name, v in self.unflatten(position).items()}
+            energy = self(leaves, indices)
+            gradients = torch.autograd.grad(
+                energy, list(leaves.values()), allow_unused=True, materialize_grads=True
+            )
+        return energy.detach(), torch.cat([g.reshape(-1) for g in gradients])
+
+    def constrain(self, unconstrained: Values) -> dict[str, Tensor]:
+        """Constrained values from unconstrained ones, site by site."""
+        return {name: bijection(unconstrained[name]) for name, bijection in self._bijections.items()}
+
+    def unconstrain(self, values: Values) -> dict[str, Tensor]:
+        """Unconstrained values from constrained ones, site by site."""
+        return {name: transform(values[name]) for name, transform in self.transforms.items()}
+
+    def flatten(self, unconstrained: Values) -> Tensor:
+        """All unconstrained values as one tensor of shape ``(d,)``, in the order of ``shapes``."""
+        return torch.cat([unconstrained[name].reshape(-1) for name in self.shapes])
+
+    def unflatten(self, position: Tensor) -> dict[str, Tensor]:
+        """Views of a flat position by site; the inverse of :meth:`flatten`."""
+        parts = position.split(self._sizes)
+        sites = zip(self.shapes.items(), parts, self._dtypes, strict=True)
+        return {name: part.view(shape).to(dtype) for (name, shape), part, dtype in sites}
+
+    def draw_indices(self) -> dict[str, Tensor]:
+        """Draw indices for every subsampled plate, uniformly and without replacement."""
+        return {name: _draw_subset(plate) for name, plate in self.program.plates.items()}
+
+    def initial(self, num_tries: int = 100) -> dict[str, Tensor]:
+        """Draw a point by ``init_strategy`` until potential energy and gradient are finite there.
+
+        Args:
+            num_tries: how many draws to look at.
+
+        Returns:
+            Unconstrained values by site.
+
+        Raises:
+            ValueError: if no draw will do; the message names the sites at fault in the last one.
+        """
+        for _ in range(num_tries):
+            unconstrained = {name: u.detach() for name, u in self.unconstrain(self.program.draw()[0]).items()}
+            at_fault = self.non_finite_sites(unconstrained, self.draw_indices())
+            if not at_fault:
+                return unconstrained
+        raise ValueError(
+            f"no initial point with finite potential energy and gradient in {num_tries} draws; not finite at the last "
+            f"one: {', '.join(at_fault)}. Give initial_params or another init_strategy, or check the data"
+        )
+
+    def non_finite_sites(self, unconstrained: Values, indices: Values | None = None) -> list[str]:
+        """What isn't finite at a point, in words and in the model's order; empty if all is well.
+
+        Args:
+            unconstrained: unconstrained values by site.
+            indices: indices by subsampled plate.
+
+        Returns:
+            Phrases such as ``"log probability of site 'y'"``.
+        """
+        values = self.constrain(unconstrained)
+        with torch.no_grad():
+            terms = self.program.log_joint_terms(values, indices)
+            log_dets = self._log_dets(unconstrained, values)
+        _, gradient = self.value_and_grad(self.flatten(unconstrained), indices)
+        parts = {
+            "unconstrained value of": unconstrained,
+            "log probability of": terms,
+            "log Jacobian of": log_dets,
+            "gradient at": self.unflatten(gradient),
+        }
+        return [
+            f"{what} site {name!r}"
+            for what, sites in parts.items()
+            for name, value in sites.items()
+            if not torch.isfinite(value).all()
+        ]
+
+
+class _ContinuousOnly:
+    """Applies an initialisation strategy to continuous sites; Pyro's own ones refuse discrete supports."""
+
+    def __init__(self, init_strategy: Callable[[Any], Tensor]) -> None:
+        self.init_strategy = init_strategy
+
+    def __call__(self, site: Any) -> Tensor:
+        if site["fn"].support.is_discrete:
+            return site["fn"].sample()
+        return self.init_strategy(site)
+
+
+def _is_identity(bijection: Transform) -> bool:
+    while isinstance(bijection, IndependentTransform):
+        bijection = bijection.base_transform
+    return bijection is identity_transform
+
+
+def _draw_subset(plate: SubsampledPlate) -> Tensor:
+    """Draw ``subsample_size`` of ``size`` rows without replacement."""
+    size, count, device = plate.size, plate.subsample_size, plate.device
+    if size <= 50 * count:  # measured break-even of the two
+        return torch.randperm(size, device=device)[:count]
+    # A permutation of all rows costs O(size). Draw one by one and ignore repeats instead, many at a time: never more
+    # than are still wanted, so the set is exactly what drawing without replacement gives.
+    rows = torch.randint(size, (count,), device=device).unique()
+    while len(rows) < count:
+        more = torch.randint(size, (count - len(rows),), device=device)
+        rows = torch.cat([rows, more]).unique()
+    return rows
