@@ -16,14 +16,14 @@ import torch
 from opt_einsum import shared_intermediates
 from pyro import poutine
 from pyro.infer import config_enumerate
-from pyro.infer.autoguide.initialization import InitMessenger, init_to_uniform
+from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.ops import packed as packed_ops
 from pyro.ops.contract import contract_tensor_tree
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
-from torch.distributions import constraints
+from torch.distributions import biject_to, constraints
 
 __all__ = ["LatentSite", "Program", "SubsampledPlate", "init_to_prior"]
 
@@ -83,11 +83,13 @@ def _is_subsampled(fn: _Subsample) -> bool:
 
 
 def init_to_prior(site: Any) -> Tensor:
-    """Draw a site from its prior, or uniformly in unconstrained space where the prior is improper."""
+    """Draw a site from its prior, or uniformly on (-2, 2) in unconstrained space where it is improper."""
     try:
         return site["fn"].sample().detach()
     except NotImplementedError:
-        return init_to_uniform(site)
+        fn = site["fn"]
+        shape = fn.batch_shape + fn.event_shape
+        return biject_to(fn.support)(4 * torch.rand(shape) - 2)
 
 
 class Program:

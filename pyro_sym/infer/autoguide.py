@@ -15,6 +15,7 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoGuide, AutoNormal
 from pyro.infer.autoguide.initialization import init_to_feasible
 from pyro.nn import PyroModule
+from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor
 
 from pyro_sym.errors import NoDensityError, SymmetryError
@@ -167,6 +168,9 @@ class AutoSymmetrized(AutoGuide):
         """
         layout = self._setup(args, kwargs)
         captured = capture(self.guide, args, kwargs)
+        values = {name: site.value for name, site in captured.sites.items()}
+        if not am_i_wrapped():  # called for a draw, not for inference: there is nobody to take the factor
+            return values
         draws = captured.draws(layout.native_dims)
         log_average = self._log_orbit_average(draws, self._log_density(layout, draws, args, kwargs))
         for name, site in captured.sites.items():
@@ -176,7 +180,7 @@ class AutoSymmetrized(AutoGuide):
         pyro.factor(
             f"_{self._pyro_name}_log_density", log_average.reshape(captured.outer_shape), has_rsample=True
         )
-        return {name: site.value for name, site in captured.sites.items()}
+        return values
 
     def symmetry_gain(self, *args: Any, num_samples: int = 500, **kwargs: Any) -> SymmetryGain:
         r"""The gain :math:`I(g; \omega) = \mathbb E_q[\log q(\omega) - \log q^G(\omega)]` over the base guide's ELBO.

@@ -31,6 +31,7 @@ from pyro.infer.autoguide import (
 from pyro.infer.autoguide.gaussian import AutoGaussian, AutoGaussianDense
 from pyro.infer.autoguide.guides import AutoCallable
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
 
@@ -200,23 +201,27 @@ class _At(Messenger):
         self.log_prob: Any = 0.0
 
     def _pyro_sample(self, msg: Any) -> None:
-        given = self.call.indices if poutine.util.site_is_subsample(msg) else self.values
-        if msg["name"] in given and not msg["is_observed"]:
+        if msg["is_observed"]:
+            return
+        subsample = site_is_subsample(msg)
+        given = self.call.indices if subsample else self.values
+        if msg["name"] in given:
             msg["value"] = given[msg["name"]]
             msg["done"] = True
-
-    def _pyro_post_sample(self, msg: Any) -> None:
-        if msg["name"] not in self.values and not msg["is_observed"] and not poutine.util.site_is_subsample(msg):
+        elif not subsample:
             raise NoDensityError(
                 f"the guide draws an auxiliary variable {msg['name']!r}, and the density of its latent sites is an "
                 "integral over it; use a guide whose latent sites have a density of their own"
             )
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if msg["name"] not in self.call.dims or msg["is_observed"]:
+            return
         if _is_point_mass(msg["fn"]):
             raise NoDensityError(
                 f"site {msg['name']!r} of the guide is a point mass and has no density; give it a distribution"
             )
-        if msg["name"] in self.call.dims and not msg["is_observed"]:
-            self.log_prob = self.log_prob + msg["fn"].log_prob(msg["value"]).sum()
+        self.log_prob = self.log_prob + msg["fn"].log_prob(msg["value"]).sum()
 
 
 def _is_point_mass(fn: Any) -> bool:

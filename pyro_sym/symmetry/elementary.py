@@ -132,7 +132,8 @@ class SignFlip(_OnOneSize):
 
         (s \cdot v)_{\dots i \dots} = s_i\, v_{\dots i \dots}, \qquad (s t)_i = s_i t_i, \qquad s^{-1} = s,
 
-    and on a site with two named axes, :math:`s_i s_j v_{ij}`.
+    and on a site with two named axes, :math:`s_i s_j v_{ij}`. If every site has two, :math:`s` and :math:`-s` act alike:
+    averages over the group are right all the same, but ``log_order`` counts each action twice.
 
     Args:
         axes: site name to axis, counted from the right (negative), or to a tuple of axes that flip together.

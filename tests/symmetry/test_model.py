@@ -1,0 +1,164 @@
+"""check_symmetry: right symmetries pass, near misses are named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import config_enumerate
+from pyro.nn import PyroModule, PyroSample
+from torch import Tensor, nn
+
+from pyro_sym import Permutation, Product, SignFlip, Symmetry, SymmetryError, check_symmetry
+
+Y = torch.tensor([-1.0, 0.5, 2.0, 3.0])
+MIXTURE = Permutation({"locs": -1, "weights": -1})
+
+
+def mixture(y: Tensor, prior_loc: Any = 0.0, size: int | None = None) -> None:
+    with pyro.plate("components", 3):
+        locs = pyro.sample("locs", dist.Normal(prior_loc, 2.0))
+    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
+    with pyro.plate("data", len(y), subsample_size=size) as rows:
+        pyro.sample("y", dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, 1.0)), obs=y[rows])
+
+
+def enumerated_mixture(y: Tensor, size: int | None = None) -> None:
+    with pyro.plate("components", 3):
+        locs = pyro.sample("locs", dist.Normal(0.0, 2.0))
+    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
+    with pyro.plate("data", len(y), subsample_size=size) as rows:
+        z = pyro.sample("z", dist.Categorical(weights))
+        pyro.sample("y", dist.Normal(locs[z], 1.0), obs=y[rows])
+
+
+def hmm(y: Tensor) -> None:
+    trans = pyro.sample("trans", dist.Dirichlet(torch.ones(3, 3)).to_event(1))
+    initial = pyro.sample("initial", dist.Dirichlet(torch.ones(3)))
+    locs = pyro.sample("locs", dist.Normal(torch.zeros(3), 3.0).to_event(1))
+    emission = dist.Normal(locs, 1.0)
+    pyro.sample("y", dist.DiscreteHMM(initial.log(), trans.log(), emission, duration=len(y)), obs=y)
+
+
+def factors(y: Tensor) -> None:
+    loadings = pyro.sample("loadings", dist.Normal(torch.zeros(4, 2), 1.0).to_event(2))
+    scores = pyro.sample("scores", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    pyro.sample("y", dist.Normal(loadings @ scores, 1.0).to_event(1), obs=y)
+
+
+class Net(PyroModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = PyroModule[nn.Linear](1, 4)
+        self.hidden.weight = PyroSample(dist.Normal(0.0, 1.0).expand([4, 1]).to_event(2))
+        self.hidden.bias = PyroSample(dist.Normal(0.0, 1.0).expand([4]).to_event(1))
+        self.out = PyroModule[nn.Linear](4, 1)
+        self.out.weight = PyroSample(dist.Normal(0.0, 1.0).expand([1, 4]).to_event(2))
+
+    def forward(self, y: Tensor) -> Tensor:
+        x = torch.linspace(-1, 1, len(y), dtype=y.dtype).unsqueeze(-1)
+        mean = self.out(torch.tanh(self.hidden(x))).squeeze(-1)
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+        return mean
+
+
+UNITS = {"hidden.weight": -2, "hidden.bias": -1, "out.weight": -1}
+
+
+@pytest.mark.parametrize(
+    ("model", "symmetry", "args"),
+    [
+        (mixture, MIXTURE, (Y,)),
+        (mixture, MIXTURE, (Y, 0.0, 2)),
+        (enumerated_mixture, MIXTURE, (Y,)),
+        (enumerated_mixture, MIXTURE, (Y, 2)),
+        (poutine.block(config_enumerate(enumerated_mixture), hide=["z"]), MIXTURE, (Y,)),
+        (hmm, Permutation({"trans": (-2, -1), "initial": -1, "locs": -1}), (Y,)),
+        (
+            factors,
+            Product(
+                Permutation({"loadings": -1, "scores": -1}),
+                SignFlip({"loadings": -1, "scores": -1}),
+            ),
+            (Y,),
+        ),
+        (Net(), Product(Permutation(UNITS), SignFlip(UNITS)), (Y,)),
+    ],
+)
+def test_true_symmetries_pass(model: Any, symmetry: Symmetry, args: tuple[Any, ...]) -> None:
+    before = torch.random.get_rng_state()
+    check_symmetry(model, symmetry, *args)
+    assert torch.equal(before, torch.random.get_rng_state()), "the check must not advance the user's RNG"
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("model", "symmetry", "args", "message"),
+    [
+        (mixture, Permutation({"locs": -1}), (Y,), r"swapping 0 and 1.*'y' by"),
+        (mixture, MIXTURE, (Y, torch.tensor([0.0, 0.0, 0.1])), r"swapping 1 and 2.*'locs' by"),
+        (mixture, SignFlip({"locs": -1}), (Y,), r"flipping the sign of 0.*'y' by"),
+        (enumerated_mixture, Permutation({"locs": -1}), (Y,), r"swapping 0 and 1.*'z\+y' by"),
+        (hmm, Permutation({"trans": -2, "initial": -1, "locs": -1}), (Y,), "swapping 0 and 1.*'y' by"),
+        (Net(), SignFlip({"hidden.weight": -2, "out.weight": -1}), (Y,), "flipping the sign of 0.*'y' by"),
+        (mixture, Permutation({"locs": -1, "weight": -1}), (Y,), r"'weight', which is not among.*\['locs', 'weights'\]"),
+    ],
+)
+def test_wrong_symmetries_are_named(model: Any, symmetry: Symmetry, args: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(SymmetryError, match=message):
+        check_symmetry(model, symmetry, *args)
+
+
+def test_a_break_among_many_labels_is_pinned_to_a_generator() -> None:
+    """With more generators than are tried one by one, a random element finds the break and a generator names it."""
+
+    def model() -> None:
+        prior = torch.zeros(80)
+        prior[40] = 1.0
+        pyro.sample("w", dist.Normal(prior, 1.0).to_event(1))
+
+    with pytest.raises(SymmetryError, match=r"swapping (39 and 40|40 and 41)"):
+        check_symmetry(model, Permutation({"w": -1}))
+
+
+def test_a_model_in_single_precision_is_checked_in_its_own_precision() -> None:
+    design = torch.randn(4, 3)
+
+    def model(y: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(design @ w, 1.0).to_event(1), obs=y)
+
+    with pytest.raises(SymmetryError, match="'y' by"):
+        check_symmetry(model, Permutation({"w": -1}), Y)
+    check_symmetry(lambda: pyro.sample("w", dist.Normal(design.sum(), 1.0).expand([3]).to_event(1)), Permutation({"w": -1}))
+
+
+def test_a_random_log_joint_is_refused() -> None:
+    def model() -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.factor("noise", torch.randn(()) + w.sum())
+
+    with pytest.raises(SymmetryError, match="random at fixed values"):
+        check_symmetry(model, Permutation({"w": -1}))
+
+
+def test_a_model_that_is_nowhere_finite_is_refused() -> None:
+    def model() -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.factor("impossible", w.sum() * 0 - torch.inf)
+
+    with pytest.raises(ValueError, match="not finite at any of 20"):
+        check_symmetry(model, Permutation({"w": -1}))
+
+
+def test_discrete_sites_that_can_not_be_summed_out_are_refused() -> None:
+    def model() -> None:
+        pyro.sample("counts", dist.Poisson(torch.ones(3)).to_event(1))
+
+    with pytest.raises(ValueError, match="'counts' is discrete"):
+        check_symmetry(model, Permutation({"counts": -1}))
