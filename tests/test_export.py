@@ -1,0 +1,396 @@
+"""Test ``pyro_sym.export``: the same tests run on both generations of ArviZ."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import HMC, MCMC, NUTS
+from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
+from pyro.infer.mcmc import RandomWalkKernel
+from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
+from torch import Tensor
+
+from pyro_sym import _arviz
+from pyro_sym.export import dataset, from_pyro, from_pyro_svi
+from pyro_sym.infer.autoguide import AutoSymmetrized
+from pyro_sym.symmetry import Permutation, Product, SignFlip
+
+matplotlib.use("Agg")
+Y = torch.cat([torch.linspace(-6.0, -4.0, 10), torch.linspace(4.0, 6.0, 10)])
+SYMMETRY = Permutation({"locs": -1, "weights": -1})
+
+
+def event_dims(*dims: str) -> Any:
+    """For ``infer``, whose type doesn't know the key."""
+    return {"event_dims": list(dims)}
+
+
+def mixture(y: Tensor) -> None:
+    weights = pyro.sample("weights", dist.Dirichlet(torch.full((2,), 5.0)), infer=event_dims("part"))
+    with pyro.plate("component", 2):
+        locs = pyro.sample("locs", dist.Normal(0.0, 10.0))
+    pyro.deterministic("gap", locs[1] - locs[0])
+    pyro.factor("nothing", torch.zeros(()))
+    with pyro.plate("data", len(y)):
+        both = dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, 1.0))
+        pyro.sample("y", both, obs=y)
+
+
+def run(kernel: Any, *args: Any, num_samples: int = 20, warmup_steps: int = 20, **kwargs: Any) -> MCMC:
+    mcmc = MCMC(kernel, num_samples, warmup_steps, disable_progbar=True, **kwargs)
+    mcmc.run(*args)
+    return mcmc
+
+
+class Given(MCMCKernel):
+    """A kernel that returns draws made before, and statistics with them."""
+
+    def __init__(self, draws: dict[str, Tensor], stats: dict[str, Tensor] | None = None, model: Any = None):
+        self.draws, self.stats, self.model = draws, stats, model
+        self.transforms: dict[str, Any] = {}
+        self.chain = -1
+
+    def setup(self, warmup_steps: int, *args: Any, **kwargs: Any) -> None:
+        self.chain, self.draw = self.chain + 1, -1
+
+    @property  # type: ignore[misc]
+    def initial_params(self) -> dict[str, Tensor]:
+        return {site: value[self.chain, 0] for site, value in self.draws.items()}
+
+    def sample(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        self.draw += 1
+        return {site: value[self.chain, self.draw] for site, value in self.draws.items()}
+
+    def diagnostics(self) -> dict[str, Any]:
+        if self.stats is None:
+            return {}
+        return {"sample_stats": {name: value[self.chain] for name, value in self.stats.items()}}
+
+
+def given(
+    draws: dict[str, Tensor], stats: dict[str, Tensor] | None = None, model: Any = None, args: tuple = ()
+) -> MCMC:
+    num_chains, num_samples = next(iter(draws.values())).shape[:2]
+    kernel = Given(draws, stats, model)
+    mcmc = MCMC(kernel, num_samples, 0, disable_progbar=True)
+    # In one process whatever the number of CPUs, so that the kernel's counters are its own.
+    mcmc.num_chains = mcmc.sampler.num_chains = num_chains
+    mcmc._diagnostics = [None] * num_chains
+    mcmc.run(*args)
+    return mcmc
+
+
+@pytest.fixture(scope="module")
+def nuts() -> MCMC:
+    pyro.set_rng_seed(0)
+    starts = {"weights": torch.zeros(1), "locs": torch.tensor([5.0, -5.0])}
+    return run(NUTS(mixture), Y, num_samples=50, warmup_steps=100, initial_params=starts)
+
+
+def names(data: Any, group: str) -> set[str]:
+    return set(dataset(data, group).data_vars)
+
+
+def groups(data: Any) -> set[str]:
+    return set(data.children) if hasattr(data, "children") else set(data.groups())
+
+
+def two_copies() -> dict[str, Tensor]:
+    """Four chains of one posterior, two of them with the labels swapped."""
+    locs = torch.tensor([-5.0, 5.0]) + 0.3 * torch.randn(4, 100, 2)
+    weights = torch.tensor([0.3, 0.7]) + 0.02 * torch.randn(4, 100, 2)
+    swapped = torch.tensor([0, 1, 1, 0], dtype=torch.bool)
+    draws = {"locs": locs, "weights": weights}
+    return {n: torch.where(swapped[:, None, None], v.flip(-1), v) for n, v in draws.items()}
+
+
+def test_groups_dims_and_values_of_a_nuts_run(nuts: MCMC) -> None:
+    data = from_pyro(nuts, symmetry=SYMMETRY, coords={"component": ["a", "b"]})
+    assert groups(data) == {"posterior", "posterior_aligned", "sample_stats", "observed_data"}
+    posterior = dataset(data, "posterior")
+    assert posterior["locs"].dims == ("chain", "draw", "component")
+    assert posterior["weights"].dims == ("chain", "draw", "part")
+    assert list(posterior["component"].values) == ["a", "b"]
+    np.testing.assert_array_equal(posterior["locs"], nuts.get_samples(group_by_chain=True)["locs"])
+    # Without the deterministic site and the factor.
+    assert names(data, "observed_data") == {"y"}
+    observed = dataset(data, "observed_data")["y"]
+    assert observed.dims == ("data",)
+    np.testing.assert_array_equal(observed, Y)
+    stats = dataset(data, "sample_stats")
+    assert stats["diverging"].dtype == bool
+    assert stats["diverging"].shape == (1, 50)
+    assert list(np.flatnonzero(stats["diverging"])) == nuts.diagnostics()["divergences"]["chain 0"]
+
+
+def test_aligned_draws_are_the_raw_ones_under_the_exported_elements(nuts: MCMC) -> None:
+    data = from_pyro(nuts, symmetry=SYMMETRY)
+    raw = nuts.get_samples(group_by_chain=True)
+    elements = torch.from_numpy(dataset(data, "sample_stats")["permutation"].values)
+    for site, value in SYMMETRY.act(elements, raw).items():
+        np.testing.assert_array_equal(dataset(data, "posterior_aligned")[site], value)
+
+
+def test_alignment_mends_r_hat_of_chains_in_different_copies() -> None:
+    az = _arviz.load()
+    data = from_pyro(given(two_copies(), model=mixture, args=(Y,)), symmetry=SYMMETRY)
+    for site in ("locs", "weights"):
+        assert float(az.rhat(dataset(data, "posterior"))[site].max()) > 1.5
+        assert float(az.rhat(dataset(data, "posterior_aligned"))[site].max()) < 1.05
+    table = az.summary(data, group="posterior_aligned", round_to="none")
+    assert table["r_hat"].astype(float).max() < 1.05
+    permutation = dataset(data, "sample_stats")["permutation"].values
+    assert (permutation == permutation[:, :1]).all()
+    assert len({tuple(chain[0]) for chain in permutation}) == 2
+
+
+def test_arviz_reads_plots_and_writes_the_result(tmp_path: Path) -> None:
+    az = _arviz.load()
+    stats = {"lp": torch.randn(4, 100), "diverging": torch.zeros(4, 100, dtype=torch.bool)}
+    data = from_pyro(given(two_copies(), stats, mixture, (Y,)), symmetry=SYMMETRY)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=matplotlib.MatplotlibDeprecationWarning)
+        warnings.filterwarnings("ignore", ".*[Ff]igure", RuntimeWarning)
+        az.plot_trace(data)
+        az.plot_trace(dataset(data, "posterior_aligned"))
+    matplotlib.pyplot.close("all")
+    assert set(az.summary(data)["r_hat"].index) == {"locs[0]", "locs[1]", "weights[0]", "weights[1]"}
+    data.to_netcdf(tmp_path / "run.nc", engine="h5netcdf")
+    back = az.from_netcdf(tmp_path / "run.nc", engine="h5netcdf")
+    assert groups(back) == groups(data)
+    for group in groups(data):
+        assert dataset(back, group).load().equals(dataset(data, group))
+    assert back.attrs["symmetry"] == repr(SYMMETRY)
+
+
+def test_attributes_say_what_was_done(nuts: MCMC) -> None:
+    attrs = from_pyro(nuts, symmetry=SYMMETRY).attrs
+    assert attrs["kernel"] == "NUTS"
+    assert attrs["symmetry"] == repr(SYMMETRY)
+    assert json.loads(attrs["alignment"])["converged"] is True
+    assert json.loads(attrs["acceptance_rate"]) == [nuts.diagnostics()["acceptance rate"]["chain 0"]]
+    assert attrs["inference_library"] == "pyro"
+    assert all(isinstance(value, str) for value in attrs.values())
+
+
+def test_kernel_without_divergences() -> None:
+    data = from_pyro(run(RandomWalkKernel(mixture), Y))
+    assert groups(data) == {"posterior", "observed_data"}
+
+
+def test_fewer_than_four_draws() -> None:
+    data = from_pyro(run(HMC(mixture, step_size=0.01, num_steps=2), Y, num_samples=2))
+    assert dataset(data, "sample_stats")["diverging"].shape == (1, 2)
+
+
+def test_divergences_go_to_their_draw_and_chain() -> None:
+    draws = {"x": torch.randn(12, 5)}
+    mcmc = given(draws)
+    mcmc._diagnostics = [{"divergences": [chain % 5] if chain > 9 else []} for chain in range(12)]
+    diverging = dataset(from_pyro(mcmc), "sample_stats")["diverging"].values
+    assert {tuple(pair) for pair in np.argwhere(diverging)} == {(10, 0), (11, 1)}
+
+
+def test_statistics_of_our_kernels() -> None:
+    stats = {"lp": torch.randn(2, 6, dtype=torch.float64), "energy": torch.randn(2, 6)}
+    # A site of the name of a statistic is another thing, with dims of its own.
+    data = from_pyro(given({"energy": torch.randn(2, 6, 3)}, stats))
+    assert dataset(data, "sample_stats")["energy"].dims == ("chain", "draw")
+    assert dataset(data, "posterior")["energy"].dims == ("chain", "draw", "energy_dim_0")
+    np.testing.assert_array_equal(dataset(data, "sample_stats")["lp"], stats["lp"])
+    with pytest.raises(ValueError, match="statistic 'lp' of chain 0 has shape"):
+        from_pyro(given({"x": torch.randn(2, 6)}, {"lp": torch.randn(2, 5)}))
+
+
+def test_baoa_run() -> None:
+    from pyro_sym.infer.kernels import BAOA
+
+    data = from_pyro(run(BAOA(mixture, step_size=0.01, friction=1.0), Y), symmetry=SYMMETRY)
+    assert {"lp", "energy", "temperature", "permutation"} <= names(data, "sample_stats")
+
+
+def test_elements_of_products_are_numbered() -> None:
+    first, second = {"a": -1, "b": -2}, {"b": -1}
+    symmetry = Product(Permutation(first), SignFlip(first), Permutation(second))
+    data = from_pyro(given({"a": torch.randn(2, 9, 3), "b": torch.randn(2, 9, 3, 4)}), symmetry=symmetry)
+    stats = dataset(data, "sample_stats")
+    assert set(stats.data_vars) == {"permutation_0", "permutation_1", "sign"}
+    assert stats["permutation_1"].shape == (2, 9, 4)
+    assert set(np.unique(stats["sign"])) <= {-1, 1}
+
+
+def nested() -> None:
+    """Plates on dims -1 and -3, event dims, a name with a slash."""
+    with pyro.plate("row", 3, dim=-3), pyro.plate("column", 4, dim=-1):
+        pyro.sample("z", dist.Normal(0.0, 1.0).expand([3, 1, 4]))
+        pyro.sample("v", dist.Normal(torch.zeros(2), 1.0).to_event(1), infer=event_dims("axis"))
+    for i in pyro.plate("one_by_one", 2):
+        pyro.sample(f"s_{i}", dist.Normal(0.0, 1.0))
+    pyro.sample("block/w", dist.Normal(torch.zeros(2, 5), 1.0).to_event(2))
+
+
+def test_dims_of_nested_plates() -> None:
+    data = from_pyro(run(HMC(nested, step_size=0.1, num_steps=1), num_samples=3))
+    posterior = dataset(data, "posterior")
+    assert posterior["z"].dims[2:] == ("row", "z_dim_1", "column")
+    assert posterior["v"].dims[2:] == ("row", "v_dim_1", "column", "axis")
+    assert posterior["s_0"].dims == ("chain", "draw")
+    assert posterior["block.w"].dims[2:] == ("block.w_dim_0", "block.w_dim_1")
+    again = from_pyro(
+        run(HMC(nested, step_size=0.1, num_steps=1), num_samples=3),
+        dims={"block/w": ["from", None], "z": ["r", "g", "c"]},
+        coords={"from": ["p", "q"], "unused": [1]},
+    )
+    assert dataset(again, "posterior")["block.w"].dims[2:] == ("from", "block.w_dim_1")
+    assert dataset(again, "posterior")["z"].dims[2:] == ("r", "g", "c")
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "match"),
+    [
+        ({"a": (3,), "b": (4,)}, {"a": ["g"], "b": ["g"]}, "size 3 in 'a' and size 4 in 'b'"),
+        ({"a": (3,)}, {"a": ["a"]}, "name of a variable"),
+        ({"a": (3,)}, {"a": ["draw"]}, "sample dim"),
+        ({"a": (3,)}, {"a": ["g", "h"]}, "has shape"),
+        ({"a": (3, 3)}, {"a": ["g", "g"]}, "one name"),
+        ({"a": (3,)}, {"c": ["g"]}, "none of"),
+        ({"a/b": (), "a.b": ()}, {}, "two variables"),
+    ],
+)
+def test_names_that_arviz_would_mangle_are_refused(shape: Any, dims: Any, match: str) -> None:
+    draws = {name: torch.randn(1, 4, *rest) for name, rest in shape.items()}
+    with pytest.raises(ValueError, match=match):
+        from_pyro(given(draws), dims=dims)
+
+
+def test_dtypes_that_arviz_would_choke_on() -> None:
+    draws = {"b": torch.rand(2, 8) > 0.5, "h": torch.randn(2, 8).bfloat16(), "g": torch.randn(2, 8)}
+    mcmc = given({"x": torch.randn(2, 8)})
+    mcmc._samples = {**draws, "g": draws["g"].requires_grad_()}
+    data = from_pyro(mcmc)
+    assert dataset(data, "posterior")["h"].dtype == np.float32
+    assert len(_arviz.load().summary(data)) == 3
+
+
+def subsampled(y: Tensor, batch: int | None = 5) -> None:
+    loc = pyro.sample("loc", dist.Normal(0.0, 10.0))
+    with pyro.plate("data", len(y), subsample_size=batch) as rows:
+        pyro.sample("y", dist.Normal(loc, 1.0), obs=y[rows])
+
+
+def test_data_of_which_the_model_sees_a_part_are_left_out() -> None:
+    mcmc = given({"loc": torch.randn(2, 5)}, model=subsampled, args=(Y,))
+    data = from_pyro(mcmc)
+    assert "observed_data" not in groups(data)
+    assert json.loads(data.attrs["left_out"]) == ["y"]
+    data = from_pyro(mcmc, kwargs={"batch": None})
+    np.testing.assert_array_equal(dataset(data, "observed_data")["y"], Y)
+    assert "left_out" not in data.attrs
+
+
+def test_draws_without_a_model() -> None:
+    data = from_pyro(given({"x": torch.randn(2, 5, 3)}))
+    assert groups(data) == {"posterior"}
+    assert dataset(data, "posterior")["x"].dims[2:] == ("x_dim_0",)
+
+
+def test_sources_without_draws() -> None:
+    with pytest.raises(ValueError, match="run"):
+        from_pyro(MCMC(NUTS(mixture), 3))
+    with pytest.raises(TypeError, match="object keeps no draws"):
+        from_pyro(object())
+
+
+def test_improper_priors_and_enumerated_sites_do_not_hinder_the_trace() -> None:
+    def model(y: Tensor) -> None:
+        loc = pyro.sample("loc", dist.ImproperUniform(dist.constraints.real, (), ()))
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(0.5), infer={"enumerate": "parallel"})
+            pyro.sample("y", dist.Normal(loc + z, 1.0), obs=y)
+
+    data = from_pyro(given({"loc": torch.randn(1, 5)}, model=model, args=(Y,)))
+    assert names(data, "posterior") == {"loc"}
+    assert names(data, "observed_data") == {"y"}
+
+
+def test_nothing_outside_is_touched(nuts: MCMC) -> None:
+    guide = AutoNormal(mixture)
+    guide(Y)
+    state = torch.get_rng_state()
+    with poutine.trace() as outer:
+        from_pyro(nuts, symmetry=SYMMETRY)
+        from_pyro_svi(guide, args=(Y,), num_samples=3)
+    assert torch.equal(state, torch.get_rng_state())
+    assert not [name for name, site in outer.trace.nodes.items() if site["type"] == "sample"]
+
+
+@pytest.mark.parametrize("make", [AutoNormal, AutoMultivariateNormal])
+def test_autoguides_become_one_chain(make: Any) -> None:
+    data = from_pyro_svi(make(mixture), args=(Y,), num_samples=30)
+    assert groups(data) == {"posterior", "observed_data"}
+    assert names(data, "posterior") == {"locs", "weights"}
+    posterior = dataset(data, "posterior")
+    assert posterior["locs"].dims == ("chain", "draw", "component")
+    assert posterior["locs"].shape == (1, 30, 2)
+    assert float(posterior["locs"].std()) > 0
+    assert len(_arviz.load().summary(data, kind="stats")) == 4
+
+
+def test_hand_written_guide() -> None:
+    def guide(y: Tensor) -> None:
+        pyro.sample("u", dist.Normal(0.0, 1.0), infer={"is_auxiliary": True})
+        pyro.sample("weights", dist.Dirichlet(torch.ones(2)))
+        with pyro.plate("component", 2):
+            pyro.sample("locs", dist.Normal(0.0, 1.0))
+
+    data = from_pyro_svi(guide, args=(Y,), num_samples=5, symmetry=SYMMETRY)
+    assert groups(data) == {"posterior", "posterior_aligned", "sample_stats"}
+    assert names(data, "posterior") == {"weights", "locs"}
+    data = from_pyro_svi(guide, args=(Y,), num_samples=5, model=mixture)
+    assert dataset(data, "posterior")["locs"].dims[2:] == ("component",)
+
+
+def test_symmetrised_guide_is_aligned_by_its_own_symmetry() -> None:
+    guide = AutoSymmetrized(AutoNormal(mixture, init_loc_fn=_apart, init_scale=0.1), SYMMETRY)
+    data = from_pyro_svi(guide, args=(Y,), num_samples=60)
+    assert float(dataset(data, "posterior")["locs"].std("draw").min()) > 2.0
+    assert float(dataset(data, "posterior_aligned")["locs"].std("draw").max()) < 0.3
+    assert data.attrs["guide"] == "AutoSymmetrized"
+
+
+def _apart(site: Any) -> Tensor:
+    return torch.tensor([-5.0, 5.0]) if site["name"] == "locs" else torch.tensor([0.5, 0.5])
+
+
+def test_local_sites_of_a_subsampled_guide_are_left_out() -> None:
+    def guide() -> None:
+        pyro.sample("loc", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 20, subsample_size=5):
+            pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    with pytest.warns(UserWarning, match=r"\['z'\] of the guide"):
+        data = from_pyro_svi(guide, num_samples=3)
+    assert names(data, "posterior") == {"loc"}
+    assert json.loads(data.attrs["left_out"]) == ["z"]
+
+
+def test_bad_number_of_samples() -> None:
+    with pytest.raises(ValueError, match="num_samples=0"):
+        from_pyro_svi(AutoNormal(mixture), args=(Y,), num_samples=0)
+
+
+def test_arviz_is_imported_on_first_export_only() -> None:
+    code = "import sys, pyro_sym, pyro_sym.export; assert not {'arviz', 'xarray'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
