@@ -1,8 +1,9 @@
 r"""One-step maps of samplers: pure functions of position, momentum, gradient and noise.
 
 Symbols, here and in every function: position :math:`\theta`, momentum :math:`m` (unit mass), gradient
-:math:`\nabla U` of the potential energy :math:`U = -\log p(\theta, D)`, standard normal noise :math:`\xi`, step size
-:math:`h`, friction :math:`\gamma`, temperature :math:`T`. Noise is an argument, so that a step can be tested exactly.
+:math:`\nabla U` of the potential energy :math:`U = -\log p(\theta, D)`, standard normal noise :math:`\xi`,
+step size :math:`h`, friction :math:`\gamma`, temperature :math:`T`. Noise is an argument, so that a step can
+be tested exactly.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ def baoa(
         d\theta = m \, dt, \qquad
         dm = -\nabla U(\theta) \, dt - \gamma m \, dt + \sqrt{2 \gamma T} \, dW,
 
-    by a kick (B), a half drift (A), friction and noise (O) with :math:`c = e^{-\gamma h}`, and a half drift (A).
-    On a Gaussian target the variance of the position is exact for every stable step size, :math:`h^2 \lambda < 4`
-    at curvature :math:`\lambda`. At :math:`T = 0` from :math:`m = 0` the step is ``torch.optim.SGD`` with
-    ``momentum`` :math:`= c` and ``lr`` :math:`= \tfrac{h^2}{2} (1 + c)`, from the first step on.
+    by a kick (B), a half drift (A), friction and noise (O) with :math:`c = e^{-\gamma h}`, and a half drift
+    (A). On a Gaussian target the variance of the position is exact for every stable step size, :math:`h^2
+    \lambda < 4` at curvature :math:`\lambda`. At :math:`T = 0` from :math:`m = 0` the step is
+    ``torch.optim.SGD`` with ``momentum`` :math:`= c` and ``lr`` :math:`= \tfrac{h^2}{2} (1 + c)`, from the
+    first step on.
 
     Args:
         position: :math:`\theta`, of any shape.
@@ -58,8 +60,8 @@ def baoa(
 
     Source:
         The scheme as in Wenzel et al. 2020, "How good is the Bayes posterior in deep neural networks really?"
-        (arXiv 2002.02405, whose code has it), and Duffield et al. 2025, "Scalable Bayesian learning with posteriors"
-        (arXiv 2406.00104).
+        (arXiv 2002.02405, whose code has it), and Duffield et al. 2025, "Scalable Bayesian learning with
+        posteriors" (arXiv 2406.00104).
     """
     half = step_size / 2
     decay = math.exp(-friction * step_size)

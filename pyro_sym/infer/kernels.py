@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -28,13 +29,14 @@ Schedule = float | Callable[[int], float]
 
 @dataclass
 class _Chain:
-    """Where a run stands. Energy and gradient are those at ``position``, on the minibatch of the next step."""
+    """Where a run stands; energy and gradient are at ``position``, on the minibatch of the next step."""
 
     potential: Potential
     position: Tensor  # shape: (d,)
     momentum: Tensor  # shape: (d,)
     energy: Tensor  # shape: ()
     gradient: Tensor  # shape: (d,)
+    start: dict[str, Tensor]
     params: dict[str, Tensor]
     warmup_draws_left: int
     step: int = 0
@@ -51,11 +53,13 @@ class StochasticGradientKernel(MCMCKernel):
 
     .. math::
 
-        \pi_T(u) \propto \exp(-U(u) / T) = \left( p(\theta, D) \, |\det \partial \theta / \partial u| \right)^{1/T}.
+        \pi_T(u) \propto \exp(-U(u) / T) = \left( p(\theta, D) \, |\det \partial \theta / \partial u|
+        \right)^{1/T}.
 
-    Each step draws a fresh minibatch for every subsampled plate of the model and takes one gradient. Momenta start at
-    :math:`N(0, T)`. At :math:`T = 0` the dynamics is deterministic and consumes no random numbers. The kernel runs in
-    ``pyro.infer.MCMC`` and ``StreamingMCMC``; it draws from torch's global generator (``pyro.set_rng_seed``).
+    Each step draws a fresh minibatch for every subsampled plate of the model and takes one gradient. Momenta
+    start at :math:`N(0, T)`. At :math:`T = 0` the dynamics is deterministic and consumes no random numbers.
+    The kernel runs in ``pyro.infer.MCMC`` and ``StreamingMCMC``; it draws from torch's global generator
+    (``pyro.set_rng_seed``).
 
     Args:
         model: a Pyro model. Its arguments are those of ``MCMC.run``.
@@ -65,8 +69,8 @@ class StochasticGradientKernel(MCMCKernel):
         init_strategy: a per-site function, as in Pyro's autoguides, that gives the initial values.
 
     Attributes:
-        initial_params: unconstrained values by site that chains start from. Set them before the run (``MCMC`` does so
-            with its own ``initial_params``), or ``init_strategy`` draws them anew for each chain.
+        initial_params: unconstrained values by site that chains start from. Set them before the run (``MCMC``
+            does so with its own ``initial_params``), or ``init_strategy`` draws them anew for each chain.
         transforms: by site, from constrained to unconstrained values; known once a run has started.
     """
 
@@ -93,7 +97,7 @@ class StochasticGradientKernel(MCMCKernel):
         self.thinning = thinning
         self.init_strategy = init_strategy
         self.transforms: dict[str, Transform] | None = None
-        self._given_params: dict[str, Tensor] | None = None
+        self._given: list[dict[str, Tensor]] = []
         self._chain: _Chain | None = None
 
     @abstractmethod
@@ -124,11 +128,22 @@ class StochasticGradientKernel(MCMCKernel):
     @property
     def initial_params(self) -> Mapping[str, Tensor] | None:
         """Unconstrained values by site that the chain starts from."""
-        return self._given_params if self._chain is None else self._chain.params
+        return self._own_params() if self._chain is None else self._chain.start
 
     @initial_params.setter
     def initial_params(self, params: Mapping[str, Tensor] | None) -> None:
-        self._given_params = None if params is None else {name: v.detach() for name, v in params.items()}
+        given = [] if params is None else [{name: value.detach() for name, value in params.items()}]
+        # Pyro's MCMC, if it runs chains in processes, sets the values of all chains on one and the same
+        # kernel before it starts the first process, so that the last chain's would win. They are rows of one
+        # tensor.
+        self._given = self._given + given if given and _share_storage(self._given[-1:] + given) else given
+
+    def _own_params(self) -> dict[str, Tensor] | None:
+        """The values given for this chain. MCMC names its processes by chain."""
+        chain = multiprocessing.current_process().name
+        if chain.isdigit() and int(chain) < len(self._given):
+            return self._given[int(chain)]
+        return self._given[-1] if self._given else None
 
     def setup(self, warmup_steps: int, *args: Any, **kwargs: Any) -> None:
         """Start a chain; ``MCMC`` calls this.
@@ -139,37 +154,19 @@ class StochasticGradientKernel(MCMCKernel):
             **kwargs: the model's keyword arguments.
 
         Raises:
-            ValueError: if the model can't be sampled, or no point to start from has a finite potential energy.
+            ValueError: if the model can't be sampled, or no point to start from has a finite potential
+                energy.
         """
         potential = Potential(self.model, args, kwargs, init_strategy=self.init_strategy)
-        params = potential.initial() if self._given_params is None else self._checked_params(potential)
+        given = self._own_params()
+        params = potential.initial() if given is None else _checked(given, potential)
+        self._given = [] if given is None else [params]
         position = potential.flatten(params)
         temperature = self._temperature_at(0)
         momentum = math.sqrt(temperature) * _noise_like(position, temperature)
         energy, gradient = potential.value_and_grad(position, potential.draw_indices())
         self.transforms = potential.transforms
-        self._chain = _Chain(potential, position, momentum, energy, gradient, params, warmup_steps)
-
-    def _checked_params(self, potential: Potential) -> dict[str, Tensor]:
-        params = dict(self._given_params or {})
-        if set(params) != set(potential.shapes):
-            raise ValueError(
-                f"initial_params are given for {sorted(params)}; the model's latent sites are {sorted(potential.shapes)}"
-            )
-        for name, shape in potential.shapes.items():
-            if params[name].shape != shape:
-                raise ValueError(
-                    f"initial_params of site {name!r} have shape {tuple(params[name].shape)}; its unconstrained values "
-                    f"have shape {tuple(shape)}"
-                )
-        params = potential.unflatten(potential.flatten(params))
-        at_fault = potential.non_finite_sites(params, potential.draw_indices())
-        if at_fault:
-            raise ValueError(
-                f"initial_params are no place to start; not finite there: {', '.join(at_fault)}. They are taken as "
-                "unconstrained values"
-            )
-        return params
+        self._chain = _Chain(potential, position, momentum, energy, gradient, params, params, warmup_steps)
 
     def sample(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Take ``thinning`` steps.
@@ -181,8 +178,8 @@ class StochasticGradientKernel(MCMCKernel):
             Unconstrained values by site, after the steps.
 
         Raises:
-            DivergenceError: if a position, gradient or potential energy is not finite; the message names the step
-                and the first site.
+            DivergenceError: if a position, gradient or potential energy is not finite; the message names the
+                step and the first site.
         """
         chain = self._running()
         # Pyro validates every argument of every distribution by default, at a third of the cost of a step.
@@ -234,8 +231,8 @@ class StochasticGradientKernel(MCMCKernel):
         first = next((name for name, value in sites.items() if not torch.isfinite(value).all()), None)
         where = "the sum over sites" if first is None else f"site {first!r}"
         raise DivergenceError(
-            f"step {chain.step}: the {what} of {where} is not finite; lower step_size ({chain.step_size:g} at this "
-            "step), or see whether the model's log density is finite where the chain has come to"
+            f"step {chain.step}: the {what} of {where} is not finite; lower step_size ({chain.step_size:g} "
+            "at this step), or see whether the model's log density is finite where the chain has come to"
         )
 
     def _step_size_at(self, step: int) -> float:
@@ -265,16 +262,17 @@ class StochasticGradientKernel(MCMCKernel):
     def diagnostics(self) -> dict[str, dict[str, Tensor]]:
         r"""Statistics of the draws after warm-up, each at the position and momentum of the draw itself.
 
-        ``potential_energy`` is :math:`U`, the negative log joint in unconstrained space (with its Jacobian); with
-        subsampled plates it is the unbiased estimate on a minibatch that is independent of the draw. ``lp`` is
-        :math:`-U`, the unnormalised log posterior density, as ArviZ has it, not divided by the temperature. ``energy``
-        is :math:`U + m \cdot m / 2`, ``kinetic_temperature`` is :math:`m \cdot m / d`, whose mean is near
-        ``temperature`` if step size and minibatch noise heat the chain little. ``step_size`` and ``temperature`` are
-        those of the last step of the draw.
+        ``potential_energy`` is :math:`U`, the negative log joint in unconstrained space (with its Jacobian);
+        with subsampled plates it is the unbiased estimate on a minibatch that is independent of the draw.
+        ``lp`` is :math:`-U`, the unnormalised log posterior density, as ArviZ has it, not divided by the
+        temperature. ``energy`` is :math:`U + m \cdot m / 2`, ``kinetic_temperature`` is :math:`m \cdot m /
+        d`, whose mean is near ``temperature`` if step size and minibatch noise heat the chain little.
+        ``step_size`` and ``temperature`` are those of the last step of the draw.
 
         Returns:
             ``{"sample_stats": {name: tensor}}``, each tensor in float64 and of shape ``(draws,)``.
-            ``MCMC.diagnostics()["sample_stats"]`` holds one such dict for each of ``"chain 0"``, ``"chain 1"``, …
+            ``MCMC.diagnostics()["sample_stats"]`` holds one such dict for each of ``"chain 0"``, ``"chain
+            1"``, …
         """
         stats = self._running().stats
         return {"sample_stats": {name: torch.tensor(v, dtype=torch.float64) for name, v in stats.items()}}
@@ -289,11 +287,14 @@ class StochasticGradientKernel(MCMCKernel):
 
 
 class BAOA(StochasticGradientKernel):
-    r"""Underdamped Langevin dynamics by the BAOA splitting: tempered SG-MCMC whose cold limit is SGD with momentum.
+    r"""Underdamped Langevin dynamics by the BAOA splitting; its cold limit is SGD with momentum.
 
-    The target is the tempered posterior :math:`p(\theta, D)^{1/T}`: :math:`T = 1` samples the posterior,
-    :math:`T = 0` optimises the log joint (in unconstrained space, with its Jacobian). With
-    :math:`c = e^{-\gamma h}`, unit mass and standard normal :math:`\xi`, a step is
+    The target is the tempered posterior :math:`p(\theta, D)^{1/T}`, tempered in unconstrained space: at
+    :math:`T = 1` the posterior, while at :math:`T = 0` the chain descends to a mode of the log joint.
+    Constrained sites bring their Jacobian along, :math:`\exp(-U(u)/T)` with :math:`U = -\log p(\theta, D) -
+    \log |\det \partial \theta / \partial u|`: as a density of :math:`\theta` the target then carries the
+    Jacobian to the power :math:`1/T - 1`. With :math:`c = e^{-\gamma h}`, unit mass and standard normal
+    :math:`\xi`, a step is
 
     .. math::
 
@@ -302,19 +303,18 @@ class BAOA(StochasticGradientKernel):
         m &\leftarrow c m + \sqrt{T (1 - c^2)} \, \xi \\
         u &\leftarrow u + \tfrac{h}{2} m
 
-    where :math:`U` is the full negative log joint, scaled up from the minibatch by the model's own plates. On a
-    Gaussian the variance is exact for any stable step size (:math:`h^2 \lambda < 4` at curvature :math:`\lambda`) if
-    the gradient is; gradient noise of variance :math:`V` adds :math:`V h^2 (1 + c) / (\lambda (1 - c) (4 - h^2
-    \lambda))`, to leading order a heating by :math:`h V / (2 \gamma)`. Nothing is rejected: lower the step size and
-    compare.
+    where :math:`U` is scaled up from the minibatch by the model's own plates. On a Gaussian the variance is
+    exact for any stable step size (:math:`h^2 \lambda < 4` at curvature :math:`\lambda`) if the gradient is;
+    gradient noise of variance :math:`V` adds :math:`V h^2 (1 + c) / (\lambda (1 - c) (4 - h^2 \lambda))`, to
+    leading order a heating by :math:`h V / (2 \gamma)`. Nothing is rejected: lower the step size and compare.
 
-    At :math:`T = 0` the chain *is* ``torch.optim.SGD(lr=h**2 / 2 * (1 + c), momentum=c)`` on :math:`U`, from step 1
-    on. In the terms of a loss averaged over :math:`N` rows, SGD with ``lr`` and ``momentum`` :math:`\mu` is
-    :math:`h = \sqrt{2 \, \mathrm{lr} / (N (1 + \mu))}` and :math:`\gamma = -\ln(\mu) / h`.
+    At :math:`T = 0` the chain *is* ``torch.optim.SGD(lr=h**2 / 2 * (1 + c), momentum=c)`` on :math:`U`, from
+    step 1 on. In the terms of a loss averaged over :math:`N` rows, SGD with ``lr`` and ``momentum``
+    :math:`\mu` is :math:`h = \sqrt{2 \, \mathrm{lr} / (N (1 + \mu))}` and :math:`\gamma = -\ln(\mu) / h`.
 
     Args:
-        model: a Pyro model. Its arguments are those of ``MCMC.run``; ``plate(subsample_size=…)`` gets fresh indices
-            each step.
+        model: a Pyro model. Its arguments are those of ``MCMC.run``; ``plate(subsample_size=…)`` gets fresh
+            indices each step.
         step_size: :math:`h > 0`; a number, or a function of the step (counted from 0, warm-up included).
         friction: :math:`\gamma > 0`, per unit of time; ``math.inf`` forgets the momentum each step.
         temperature: :math:`T \ge 0`; a number, or a function of the step.
@@ -338,8 +338,8 @@ class BAOA(StochasticGradientKernel):
         torch.Size([100])
 
     Source:
-        Wenzel et al. 2020, "How good is the Bayes posterior in deep neural networks really?" (arXiv 2002.02405);
-        Duffield et al. 2025, "Scalable Bayesian learning with posteriors" (arXiv 2406.00104).
+        Wenzel et al. 2020, "How good is the Bayes posterior in deep neural networks really?" (arXiv
+        2002.02405); Duffield et al. 2025, "Scalable Bayesian learning with posteriors" (arXiv 2406.00104).
     """
 
     def __init__(
@@ -361,7 +361,8 @@ class BAOA(StochasticGradientKernel):
         )
         if not friction > 0:
             raise ValueError(
-                f"friction is {friction}; without friction there is no noise to hold the temperature, so pass a number > 0"
+                f"friction is {friction}; without friction there is no noise to hold the temperature, so "
+                "pass a number > 0"
             )
         self.friction = friction
 
@@ -387,6 +388,40 @@ class BAOA(StochasticGradientKernel):
         )
 
 
+def _checked(params: Mapping[str, Tensor], potential: Potential) -> dict[str, Tensor]:
+    """The initial values in the shapes, order and dtypes of the potential's."""
+    if set(params) != set(potential.shapes):
+        raise ValueError(
+            f"initial_params are given for {sorted(params)}; the model's latent sites are "
+            f"{sorted(potential.shapes)}"
+        )
+    for name, shape in potential.shapes.items():
+        if params[name].shape != shape:
+            raise ValueError(
+                f"initial_params of site {name!r} have shape {tuple(params[name].shape)}; its "
+                f"unconstrained values have shape {tuple(shape)}"
+            )
+    params = potential.unflatten(potential.flatten(params))
+    at_fault = potential.non_finite_sites(params, potential.draw_indices())
+    if at_fault:
+        raise ValueError(
+            f"initial_params are no place to start; not finite there: {', '.join(at_fault)}. They are taken "
+            "as unconstrained values"
+        )
+    return params
+
+
+def _share_storage(several: list[dict[str, Tensor]]) -> bool:
+    first = several[0]
+    return all(
+        params.keys() == first.keys()
+        and all(
+            v.untyped_storage().data_ptr() == first[n].untyped_storage().data_ptr() for n, v in params.items()
+        )
+        for params in several
+    )
+
+
 def _check_step_size(value: float, step: int | None = None) -> float:
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"step_size is {value}{_at(step)}; pass a finite number > 0")
@@ -404,7 +439,7 @@ def _at(step: int | None) -> str:
 
 
 def _noise_like(position: Tensor, temperature: float) -> Tensor:
-    """Draw standard normal noise, or zeros where nothing will come of it: no random number is used up at T = 0."""
+    """Draw standard normal noise, or zeros where it drops out: no random number is consumed at T = 0."""
     return torch.randn_like(position) if temperature > 0 else torch.zeros_like(position)
 
 

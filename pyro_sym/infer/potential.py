@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import pyro
 import torch
@@ -20,15 +20,16 @@ __all__ = ["Potential"]
 class Potential:
     r"""A Pyro model with its arguments as a function of unconstrained latent values: the potential energy.
 
-    With constrained values :math:`\theta = f(u)`, where :math:`f` is ``biject_to(support)`` site by site, it is
+    With constrained values :math:`\theta = f(u)`, where :math:`f` is ``biject_to(support)`` site by site, it
+    is
 
     .. math::
 
         U(u) = -\log p(f(u), D) - \log |\det \partial f / \partial u|,
 
-    the full negative log joint with enumerable discrete sites summed out. Subsampled plates scale what they enclose
-    by ``size / subsample_size``, so that over uniformly drawn indices :math:`U` and its gradient are unbiased.
-    ``pyro.param`` s are held at their values.
+    the full negative log joint with enumerable discrete sites summed out. Subsampled plates scale what they
+    enclose by ``size / subsample_size``, so that over uniformly drawn indices :math:`U` and its gradient are
+    unbiased. ``pyro.param`` s are held at their values.
 
     Args:
         model: a Pyro model.
@@ -43,8 +44,8 @@ class Potential:
         size: the number of unconstrained values of all sites together, :math:`d`.
 
     Raises:
-        ValueError: if the model has no continuous latent site, a discrete one that can't be enumerated, a latent
-            site inside a subsampled plate, or one whose support depends on other latent sites.
+        ValueError: if the model has no continuous latent site, a discrete one that can't be enumerated, a
+            latent site inside a subsampled plate, or one whose support depends on other latent sites.
 
     Example:
         >>> def model():
@@ -84,23 +85,23 @@ class Potential:
             for frame in site.frames:
                 if frame.name in self.program.plates:
                     raise ValueError(
-                        f"latent site {name!r} is inside the subsampled plate {frame.name!r}: each step would take its "
-                        "values for those of other rows; move the site out of the plate, marginalise it, or drop the "
-                        "plate's subsample_size"
+                        f"latent site {name!r} is inside the subsampled plate {frame.name!r}: each "
+                        "step would take its values for those of other rows; move the site out of the plate, "
+                        "marginalise it, or drop the plate's subsample_size"
                     )
 
     def _refuse_moving_supports(self, prototype: Values) -> None:
-        """The transforms are those of the prototype, so look at another point whether the supports stay put."""
+        """Look at a second point: the transforms are those of the prototype, for good."""
         moved = {name: value + 0.1 for name, value in prototype.items()}
         values = self.constrain(moved)
         with torch.random.fork_rng(devices=[]), torch.no_grad(), pyro.validation_enabled(False):
             trace = self.program.trace(values, self.draw_indices())
         for name in self._curved:
-            there = biject_to(trace.nodes[name]["fn"].support)(moved[name])
+            there = biject_to(cast(Any, trace.nodes[name]["fn"]).support)(moved[name])
             if not torch.allclose(there, values[name], equal_nan=True):
                 raise ValueError(
-                    f"the support of latent site {name!r} depends on other latent sites; sample it on a fixed "
-                    "support and shift or scale it by pyro.deterministic"
+                    f"the support of latent site {name!r} depends on other latent sites; sample it on a "
+                    "fixed support and shift or scale it by pyro.deterministic"
                 )
 
     def __call__(self, unconstrained: Values, indices: Values | None = None) -> Tensor:
@@ -186,8 +187,9 @@ class Potential:
             if not at_fault:
                 return unconstrained
         raise ValueError(
-            f"no initial point with finite potential energy and gradient in {num_tries} draws; not finite at the last "
-            f"one: {', '.join(at_fault)}. Give initial_params or another init_strategy, or check the data"
+            f"no initial point with finite potential energy and gradient in {num_tries} draws; not finite at "
+            f"the last one: {', '.join(at_fault)}. Give initial_params or another "
+            "init_strategy, or check the data"
         )
 
     def non_finite_sites(self, unconstrained: Values, indices: Values | None = None) -> list[str]:
@@ -242,8 +244,8 @@ def _draw_subset(plate: SubsampledPlate) -> Tensor:
     size, count, device = plate.size, plate.subsample_size, plate.device
     if size <= 50 * count:  # measured break-even of the two
         return torch.randperm(size, device=device)[:count]
-    # A permutation of all rows costs O(size). Draw one by one and ignore repeats instead, many at a time: never more
-    # than are still wanted, so the set is exactly what drawing without replacement gives.
+    # A permutation of all rows costs O(size). Draw one by one and ignore repeats instead, many at a time:
+    # never more than are still wanted, so the set is exactly what drawing without replacement gives.
     rows = torch.randint(size, (count,), device=device).unique()
     while len(rows) < count:
         more = torch.randint(size, (count - len(rows),), device=device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ def double(*values: float) -> Tensor:
 
 def test_one_step_is_the_formula() -> None:
     h, friction, temperature = 0.3, 0.7, 0.4
-    theta, m, gradient, noise = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    theta, m, gradient, noise = torch.randn(
+        4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     c = math.exp(-friction * h)
     kicked = m - h * gradient
     halfway = theta + h / 2 * kicked
@@ -48,7 +51,13 @@ def affine(step: Map, lam: float, h: float, friction: float, temperature: float)
     def image(theta: float, m: float, xi: float) -> Tensor:
         gradient = double(lam * theta)
         position, momentum = step(
-            double(theta), double(m), gradient, double(xi), step_size=h, friction=friction, temperature=temperature
+            double(theta),
+            double(m),
+            gradient,
+            double(xi),
+            step_size=h,
+            friction=friction,
+            temperature=temperature,
         )
         return torch.cat([position, momentum])
 
@@ -61,7 +70,8 @@ def test_one_step_mean_and_covariance(temperature: float) -> None:
     lam, h, friction = 1.7, 0.5, 0.8
     c, x = math.exp(-friction * h), h**2 * lam
     transition, noise = affine(baoa, lam, h, friction, temperature)
-    # Written out by hand: theta' = (1 - x (1 + c) / 2) theta + h (1 + c) / 2 m + h/2 s xi, m' = c (m - h lam theta) + s xi.
+    # Written out by hand: theta' = (1 - x (1 + c) / 2) theta + h (1 + c) / 2 m + h/2 s xi, m' = c (m - h lam
+    # theta) + s xi.
     mean = double(1 - x * (1 + c) / 2, h * (1 + c) / 2, -c * h * lam, c).view(2, 2)
     spread = math.sqrt(temperature * (1 - c**2))
     covariance = spread**2 * double(h**2 / 4, h / 2, h / 2, 1.0).view(2, 2)
@@ -72,15 +82,18 @@ def test_one_step_mean_and_covariance(temperature: float) -> None:
 def has_exact_stationary_law(step: Map, x: float, temperature: float) -> bool:
     """Whether position variance T / lam and momentum variance T are kept exactly.
 
-    The stationary covariance S solves S = A S A' + b b'; this is algebra, so no tolerance hides a bias. Between a step
-    and the next kick, momentum and position have covariance h T / 2: half a kick takes it to zero.
+    The stationary covariance S solves S = A S A' + b b'; this is algebra, so no tolerance hides a bias.
+    Between a step and the next kick, momentum and position have covariance h T / 2: half a kick takes it to
+    zero.
     """
     lam, friction = 2.5, 0.6
     h = math.sqrt(x / lam)
     transition, noise = affine(step, lam, h, friction, temperature)
     if torch.linalg.eigvals(transition).abs().max() >= 1:
         return False
-    covariance = torch.from_numpy(solve_discrete_lyapunov(transition.numpy(), torch.outer(noise, noise).numpy()))
+    covariance = torch.from_numpy(
+        solve_discrete_lyapunov(transition.numpy(), torch.outer(noise, noise).numpy())
+    )
     cross = h * temperature / 2
     expected = double(temperature / lam, cross, cross, temperature).view(2, 2)
     return bool(torch.allclose(covariance, expected, rtol=1e-10, atol=1e-10))
@@ -98,16 +111,25 @@ def test_beyond_the_stability_limit_the_check_says_no() -> None:
     assert not has_exact_stationary_law(baoa, 4.1, 1.0)
 
 
-def without_square_root(*args: Tensor, temperature: float, **kwargs: float) -> tuple[Tensor, Tensor]:
+def without_square_root(*args: Tensor, temperature: float, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return baoa(*args, temperature=temperature**2, **kwargs)
 
 
-def without_noise(theta: Tensor, m: Tensor, gradient: Tensor, noise: Tensor, **kwargs: float) -> tuple[Tensor, Tensor]:
+def without_noise(
+    theta: Tensor, m: Tensor, gradient: Tensor, noise: Tensor, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
     return baoa(theta, m, gradient, torch.zeros_like(noise), **kwargs)
 
 
 def without_friction(
-    theta: Tensor, m: Tensor, gradient: Tensor, noise: Tensor, *, step_size: float, friction: float, temperature: float
+    theta: Tensor,
+    m: Tensor,
+    gradient: Tensor,
+    noise: Tensor,
+    *,
+    step_size: float,
+    friction: float,
+    temperature: float,
 ) -> tuple[Tensor, Tensor]:
     """The right noise, but the momentum is not damped."""
     position, momentum = baoa(
@@ -118,7 +140,14 @@ def without_friction(
 
 
 def explicit_euler(
-    theta: Tensor, m: Tensor, gradient: Tensor, noise: Tensor, *, step_size: float, friction: float, temperature: float
+    theta: Tensor,
+    m: Tensor,
+    gradient: Tensor,
+    noise: Tensor,
+    *,
+    step_size: float,
+    friction: float,
+    temperature: float,
 ) -> tuple[Tensor, Tensor]:
     """What posteriors and BlackJAX call SGHMC: both lines use the old values."""
     kick = -step_size * gradient - step_size * friction * m
@@ -126,7 +155,14 @@ def explicit_euler(
 
 
 def gradient_after_half_drift(
-    theta: Tensor, m: Tensor, gradient: Tensor, noise: Tensor, *, step_size: float, friction: float, temperature: float
+    theta: Tensor,
+    m: Tensor,
+    gradient: Tensor,
+    noise: Tensor,
+    *,
+    step_size: float,
+    friction: float,
+    temperature: float,
 ) -> tuple[Tensor, Tensor]:
     """Drift with the momentum from before the kick: a slip of one line."""
     position, momentum = baoa(

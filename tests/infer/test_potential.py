@@ -22,8 +22,6 @@ from pyro_sym.infer.potential import Potential, _draw_subset
 from pyro_sym.program import SubsampledPlate
 from tests.conftest import FAILURE_RATE
 
-
-
 pytestmark = pytest.mark.usefixtures("float64")
 
 
@@ -56,7 +54,7 @@ def scaled_and_masked_model() -> None:
     loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
     with pyro.poutine.scale(scale=2.5):
         rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
-    with pyro.plate("rows", 3), pyro.poutine.mask(mask=torch.tensor([True, False, True])):
+    with pyro.plate("rows", 3), pyro.poutine.mask(mask=torch.BoolTensor([True, False, True])):
         pyro.sample("y", dist.Normal(loc, rate), obs=torch.arange(3.0))
 
 
@@ -126,6 +124,10 @@ def mixture_subsampled(rows: int | None, data: Tensor) -> None:
         pyro.sample("y", dist.Normal(locs[z], 1.0), obs=data[index])
 
 
+def index_grid(rows: Any, columns: Any) -> tuple[Tensor, Tensor]:
+    return rows[:, None], columns
+
+
 def nested_model(size: int | None, data: Tensor) -> None:
     """Two nested subsampled plates (crossed index sets), one of them also around a site of its own."""
     loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
@@ -133,7 +135,7 @@ def nested_model(size: int | None, data: Tensor) -> None:
     with pyro.plate("columns", data.shape[1], subsample_size=size, dim=-1) as column:
         pyro.sample("x", dist.Normal(loc, 2.0), obs=data[0, column])
         with pyro.plate("rows", data.shape[0], subsample_size=size, dim=-2) as row:
-            pyro.sample("y", dist.Normal(loc, scale), obs=data[row[:, None], column])
+            pyro.sample("y", dist.Normal(loc, scale), obs=data[index_grid(row, column)])
 
 
 def crossed_model(size: int | None, data: Tensor) -> None:
@@ -147,7 +149,7 @@ def crossed_model(size: int | None, data: Tensor) -> None:
     with rows as row:
         pyro.sample("w", dist.Normal(0.0, scale), obs=data[row, :1])
     with columns as column, rows as row:
-        pyro.sample("y", dist.Normal(loc, scale), obs=data[row[:, None], column])
+        pyro.sample("y", dist.Normal(loc, scale), obs=data[index_grid(row, column)])
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,9 @@ def test_minibatches_are_unbiased(
     energies, gradients = (torch.stack(values) for values in zip(*results, strict=True))
 
     energy, gradient = full.value_and_grad(position)
-    assert energies.std() > 0.1 and gradients.std(0).min() > 0.01, "minibatches must differ for this to say anything"
+    assert energies.std() > 0.1 and gradients.std(0).min() > 0.01, (
+        "minibatches must differ for this to say anything"
+    )
     torch.testing.assert_close(energies.mean(), energy, rtol=0, atol=1e-10)
     torch.testing.assert_close(gradients.mean(0), gradient, rtol=0, atol=1e-10)
 
@@ -196,7 +200,9 @@ def test_index_sets_are_uniform(size: int, count: int) -> None:
 
 
 def test_large_index_sets_have_no_repeats_and_cover_all_rows() -> None:
-    plate = SubsampledPlate("rows", 60_000, 1_000, torch.device("cpu"))  # birthdays: about eight repeats a draw
+    plate = SubsampledPlate(
+        "rows", 60_000, 1_000, torch.device("cpu")
+    )  # birthdays: about eight repeats a draw
     draws = torch.stack([_draw_subset(plate) for _ in range(100)])
     assert all(len(draw.unique()) == 1_000 for draw in draws)
     mean_error = (draws.double().mean() - 59_999 / 2) / (60_000 / math.sqrt(12 * draws.numel()))
@@ -221,7 +227,7 @@ def test_local_latents_in_a_subsampled_plate_are_refused() -> None:
             effect = pyro.sample("effect", dist.Normal(0.0, 1.0))
             pyro.sample("y", dist.Normal(effect, 1.0), obs=torch.zeros(count))
 
-    with pytest.raises(ValueError, match="'effect' is inside the subsampled plate 'people'.*subsample_size"):
+    with pytest.raises(ValueError, match=r"'effect' is inside .* plate 'people'.*subsample_size"):
         Potential(model, (2,))
     assert Potential(model, (6,)).size == 6
 
