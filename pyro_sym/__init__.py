@@ -5,19 +5,31 @@ of every mode. This package averages guides over the group, samples with tempere
 draws to ArviZ aligned modulo the symmetry.
 """
 
-from pyro_sym.errors import NoDensityError, SymmetryError
+from pyro_sym.errors import DivergenceError, NoDensityError, SymmetryError
+from pyro_sym.export import dataset, from_pyro, from_pyro_svi
 from pyro_sym.infer.autoguide import AutoSymmetrized, AutoSymmetrizedNormal, SymmetryGain
-from pyro_sym.symmetry import Permutation, Product, SignFlip, Symmetry, check_symmetry
+from pyro_sym.infer.kernels import BAOA, StochasticGradientKernel
+from pyro_sym.infer.potential import Potential
+from pyro_sym.symmetry import Alignment, Permutation, Product, SignFlip, Symmetry, align, check_symmetry
 
 __all__ = [
+    "Alignment",
     "AutoSymmetrized",
     "AutoSymmetrizedNormal",
+    "BAOA",
+    "DivergenceError",
     "NoDensityError",
     "Permutation",
+    "Potential",
     "Product",
     "SignFlip",
+    "StochasticGradientKernel",
     "Symmetry",
     "SymmetryError",
     "SymmetryGain",
+    "align",
     "check_symmetry",
+    "dataset",
+    "from_pyro",
+    "from_pyro_svi",
 ]
