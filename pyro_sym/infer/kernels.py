@@ -85,7 +85,7 @@ class StochasticGradientKernel(MCMCKernel):
     ) -> None:
         if not callable(model):
             raise TypeError(f"model is {model!r}; pass a Pyro model, that is, a callable")
-        if isinstance(thinning, bool) or not isinstance(thinning, int) or thinning < 1:
+        if type(thinning) is not int or thinning < 1:  # a bool is an int, too
             raise ValueError(f"thinning is {thinning!r}; it counts steps per draw, so pass an integer >= 1")
         if not callable(step_size):
             _check_step_size(step_size)

@@ -286,10 +286,10 @@ def test_initial_names_the_sites_at_fault() -> None:
         pyro.sample("fine", dist.Normal(x, 1.0), obs=torch.tensor(0.0))
         pyro.sample("broken", dist.Normal(x, 1.0), obs=torch.tensor(math.inf))
 
-    with pyro.validation_enabled(False), pytest.raises(ValueError) as error:
+    with pyro.validation_enabled(False), pytest.raises(ValueError, match="in 3 draws") as error:
         Potential(model).initial(num_tries=3)
     assert "log probability of site 'broken'" in str(error.value)
-    assert "'fine'" not in str(error.value) and "3 draws" in str(error.value)
+    assert "'fine'" not in str(error.value)
 
 
 def test_initial_looks_at_the_gradient() -> None:
