@@ -1,8 +1,8 @@
 """Symmetry-aware Bayesian inference for Pyro.
 
-Models whose parameters can be relabelled (mixtures, HMMs, factor models, neural networks) have a posterior with |G| copies
-of every mode. This package averages guides over the group, samples with tempered stochastic-gradient MCMC, and exports
-draws to ArviZ aligned modulo the symmetry.
+Models whose parameters can be relabelled (mixtures, HMMs, factor models, neural networks) have a posterior
+with |G| copies of every mode. This package averages guides over the group, samples with tempered
+stochastic-gradient MCMC, and exports draws to ArviZ aligned modulo the symmetry.
 """
 
 from pyro_sym.errors import DivergenceError, NoDensityError, SymmetryError
@@ -13,10 +13,10 @@ from pyro_sym.infer.potential import Potential
 from pyro_sym.symmetry import Alignment, Permutation, Product, SignFlip, Symmetry, align, check_symmetry
 
 __all__ = [
+    "BAOA",
     "Alignment",
     "AutoSymmetrized",
     "AutoSymmetrizedNormal",
-    "BAOA",
     "DivergenceError",
     "NoDensityError",
     "Permutation",

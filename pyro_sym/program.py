@@ -101,8 +101,9 @@ class Program:
 
         \log p(\theta, D) = \sum_s c_s \log p(x_s \mid \mathrm{pa}(x_s)),
 
-    over all sample sites :math:`s`, with the scales :math:`c_s` of subsampled plates and ``poutine.scale``, and
-    enumerable discrete latent sites summed out (inside the scale, as :class:`~pyro.infer.TraceEnum_ELBO` does).
+    over all sample sites :math:`s`, with the scales :math:`c_s` of subsampled plates and ``poutine.scale``,
+    and enumerable discrete latent sites summed out (inside the scale, as :class:`~pyro.infer.TraceEnum_ELBO`
+    does).
 
     Args:
         model: a Pyro model.
@@ -212,11 +213,14 @@ class Program:
             indices: indices by subsampled plate.
 
         Returns:
-            Scalars by site name, in the model's order. A joint term of sites ``y`` and ``z`` is named ``"z+y"``.
+            Scalars by site name, in the model's order. A joint term of sites ``y`` and ``z`` is named
+            ``"z+y"``.
         """
         trace = self.trace(values, indices)
         if not self.enumerated:
-            return {s["name"]: s["log_prob_sum"] for s in _samples(trace) if not isinstance(s["fn"], _Subsample)}
+            return {
+                s["name"]: s["log_prob_sum"] for s in _samples(trace) if not isinstance(s["fn"], _Subsample)
+            }
         return _marginal_terms(trace)
 
     def log_joint(self, values: Values, indices: Values | None = None) -> Tensor:
@@ -236,9 +240,7 @@ def _marginal_terms(trace: poutine.Trace) -> dict[str, Tensor]:
         s["name"]: frozenset(trace.plate_to_symbol[f.name] for f in s["cond_indep_stack"] if f.vectorized)
         for s in sites
     }
-    summed = set(
-        s["infer"]["_enumerate_symbol"] for s in sites if s["infer"].get("_enumerate_dim") is not None
-    )
+    summed = {s["infer"]["_enumerate_symbol"] for s in sites if s["infer"].get("_enumerate_dim") is not None}
     terms: dict[str, Tensor] = {}
     factors: OrderedDict[frozenset[str], list[Tensor]] = OrderedDict()
     joint, scales = [], []
@@ -263,4 +265,3 @@ def _marginal_terms(trace: poutine.Trace) -> dict[str, Tensor]:
     total = sum(term.sum() for group in contracted.values() for term in group)
     terms["+".join(joint)] = scales[0] * total
     return terms
-

@@ -27,7 +27,6 @@ def _fresh() -> Iterator[None]:
 
 
 @pytest.fixture
-def float64() -> Iterator[None]:
-    """Run a test in double precision."""
+def float64(_fresh: None) -> None:
+    """Run a test in double precision; `_fresh` puts the dtype back."""
     torch.set_default_dtype(torch.float64)
-    yield

@@ -16,9 +16,9 @@ def state():
         "torch validation": torch.distributions.Distribution._Distribution__validate_args
             if hasattr(torch.distributions.Distribution, "_Distribution__validate_args")
             else torch.distributions.Distribution._validate_args,
-        "pyro validation": (pyro.poutine.util.is_validation_enabled(), pyro.infer.util.is_validation_enabled()),
-        "pyro distributions validation": pyro.distributions.is_validation_enabled(),
-        "dtype": str(torch.get_default_dtype()),
+        "pyro validation": (pyro.poutine.util.is_validation_enabled(),
+        pyro.infer.util.is_validation_enabled()), "pyro distributions validation":
+        pyro.distributions.is_validation_enabled(), "dtype": str(torch.get_default_dtype()),
         "torch rng": torch.random.get_rng_state().tolist(),
         "numpy rng": [str(part) for part in numpy.random.get_state()],
         "python rng": str(random.getstate()),
@@ -44,15 +44,10 @@ print(json.dumps({"changed": changed, "heavy": heavy, "seconds": seconds}))
 
 
 def test_importing_changes_nothing_global() -> None:
-    run = subprocess.run([sys.executable, "-W", "error", "-c", CODE], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", CODE], capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout)
     assert report["changed"] == []
     assert report["heavy"] == [], "ArviZ and what it brings are imported on the first export only"
-
-
-def test_every_public_name_is_there_and_documented() -> None:
-    import pyro_sym
-
-    for name in pyro_sym.__all__:
-        assert getattr(pyro_sym, name).__doc__, name

@@ -27,7 +27,9 @@ def mixture(y: Tensor, size: int | None = None, enumerate_z: bool = True) -> Non
             z = pyro.sample("z", dist.Categorical(weights))
             pyro.sample("y", dist.Normal(locs[z], 1.0), obs=y[rows])
         else:
-            pyro.sample("y", dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, 1.0)), obs=y[rows])
+            pyro.sample(
+                "y", dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, 1.0)), obs=y[rows]
+            )
 
 
 VALUES = {
@@ -58,7 +60,9 @@ def test_masks_go_inside_the_sum_and_scales_outside() -> None:
             pyro.sample("y", dist.Normal(locs[z], 1.0), obs=y)
 
     terms = Program(model, (Y.double(),)).log_joint_terms({"locs": VALUES["locs"]})
-    each = dist.Normal(VALUES["locs"], 1.0).log_prob(Y.double()[:, None]).logsumexp(-1) - torch.tensor(2.0).log()
+    each = (
+        dist.Normal(VALUES["locs"], 1.0).log_prob(Y.double()[:, None]).logsumexp(-1) - torch.tensor(2.0).log()
+    )
     assert torch.allclose(terms["z+y"], 0.5 * each[keep].sum(), rtol=0, atol=1e-12)
 
 

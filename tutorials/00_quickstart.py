@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Quickstart: a mixture whose labels mean nothing
 #
-# Three cultivars of wine, 178 bottles, 13 measurements each. A Gaussian mixture with three components has six copies of
-# every mode, one for each way of numbering the components. This tutorial
+# Three cultivars of wine, 178 bottles, 13 measurements each. A Gaussian mixture with three components has six
+# copies of every mode, one for each way of numbering the components. This tutorial
 #
 # 1. fits a mean-field guide, plain and averaged over the relabellings, and compares their ELBOs;
 # 2. samples the same model with tempered stochastic-gradient MCMC, four chains started apart;
@@ -97,15 +97,17 @@ print(f"gain, exact I(g; w)      {gain.estimate:9.4f} +- {gain.standard_error:.1
 
 # %% [markdown]
 # ## Tempered SG-MCMC
-# Four chains of BAOA at temperature 1, the posterior itself. They start from draws of the symmetrised guide, and so apart:
-# each in its own copy of the mode, as chains started anywhere would end up.
+# Four chains of BAOA at temperature 1, the posterior itself. They start from draws of the symmetrised guide,
+# and so apart: each in its own copy of the mode, as chains started anywhere would end up.
 
 # %%
 start = guide.sample_posterior(x, sample_shape=(4,))
 kernel = ps.BAOA(model, step_size=0.04, friction=2.0, thinning=5)
 potential = ps.Potential(model, (x,))
 with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", message="num_chains")  # with few cores Pyro runs the chains in turn, and says so
+    warnings.filterwarnings(
+        "ignore", message="num_chains"
+    )  # with few cores Pyro runs the chains in turn, and says so
     mcmc = MCMC(
         kernel,
         num_samples=250,
@@ -122,7 +124,7 @@ with warnings.catch_warnings():
 
 # %%
 idata = ps.from_pyro(mcmc, symmetry=symmetry, coords={"feature": wine.feature_names})
-import arviz as az  # noqa: E402
+import arviz as az
 
 raw, aligned = (
     az.summary(ps.dataset(idata, group), var_names=["locs"], round_to="none")
@@ -140,9 +142,7 @@ print(f"kinetic temperature      {float(temperature.mean()):9.3f} (target 1)")
 
 # %%
 draws = ps.dataset(idata, "posterior_aligned")
-w, m, s = (
-    torch.tensor(draws[name].mean(("chain", "draw")).values) for name in ("weights", "locs", "scales")
-)
+w, m, s = (torch.tensor(draws[name].mean(("chain", "draw")).values) for name in ("weights", "locs", "scales"))
 log_joint = w.log() + dist.Normal(m, s).log_prob(x[:, None]).sum(-1)
 agreement = adjusted_rand_score(wine.target, log_joint.argmax(-1).numpy())
 print(f"\nadjusted Rand index of clusters and cultivars  {agreement:.3f}")

@@ -84,34 +84,36 @@ class AutoSymmetrized(AutoGuide):
                      = \mathcal L + I(g; \omega) \ge \mathcal L.
 
     The guide runs the base guide, hides its sites, emits its latents again as point masses, and adds
-    :math:`\log q^G(\omega)` as one factor, so that every Pyro ELBO optimises the symmetrised objective. Densities are
-    compared in constrained space, where the group preserves volume. The ELBO stays a lower bound on the log evidence with
-    each estimator:
+    :math:`\log q^G(\omega)` as one factor, so that every Pyro ELBO optimises the symmetrised objective.
+    Densities are compared in constrained space, where the group preserves volume. The ELBO stays a lower
+    bound on the log evidence with each estimator:
 
     * ``"exact"`` enumerates the group (up to 200,000 elements);
-    * ``"uniform"`` averages over :math:`K` elements, the identity among them; its gain saturates at :math:`\log K`;
+    * ``"uniform"`` averages over :math:`K` elements, the identity among them; its gain saturates at
+      :math:`\log K`;
     * ``"auto"`` is exact up to 1,000 elements and uniform above. :attr:`method` says what was chosen.
 
-    In training :math:`\omega` is drawn from :math:`q`; by invariance that changes no expectation. :meth:`sample_posterior`
-    draws from :math:`q^G`. :meth:`median` and :meth:`quantiles` are the base guide's: they speak of one representative of
-    the orbit.
+    In training :math:`\omega` is drawn from :math:`q`; by invariance that changes no expectation.
+    :meth:`sample_posterior` draws from :math:`q^G`. :meth:`median` and :meth:`quantiles` are the base
+    guide's: they speak of one representative of the orbit.
 
-    On the first call the symmetry is checked against the model (:func:`~pyro_sym.check_symmetry`); a symmetry that the
-    model does not have is an error.
+    On the first call the symmetry is checked against the model (:func:`~pyro_sym.check_symmetry`); a symmetry
+    that the model does not have is an error.
 
     Args:
-        guide: any Pyro guide whose density can be evaluated: Pyro's autoguides (but not the point masses), and
-            hand-written guides without auxiliary variables. Sites inside subsampled plates are left as they are.
+        guide: any Pyro guide whose density can be evaluated: Pyro's autoguides (but not the point masses),
+            and hand-written guides without auxiliary variables. Sites inside subsampled plates are left as
+            they are.
         symmetry: the group; its sites must be latent sites of the guide.
         estimator: how the orbit average is computed.
         num_elements: :math:`K`, the identity included, for ``"uniform"``.
-        model: the model, for guides that don't carry theirs; without it the symmetry can't be checked, and a warning
-            says so.
+        model: the model, for guides that don't carry theirs; without it the symmetry can't be checked, and a
+            warning says so.
 
     Raises:
         ValueError: for an unknown estimator or ``num_elements < 2``.
-        SymmetryError: on the first call, if the model is not invariant, a site is unknown, sizes disagree, or the group is
-            too large for ``"exact"``.
+        SymmetryError: on the first call, if the model is not invariant, a site is unknown, sizes disagree, or
+            the group is too large for ``"exact"``.
         NoDensityError: on the first call, if the guide has no density that can be evaluated.
 
     Example:
@@ -183,7 +185,11 @@ class AutoSymmetrized(AutoGuide):
         return values
 
     def symmetry_gain(self, *args: Any, num_samples: int = 500, **kwargs: Any) -> SymmetryGain:
-        r"""The gain :math:`I(g; \omega) = \mathbb E_q[\log q(\omega) - \log q^G(\omega)]` over the base guide's ELBO.
+        r"""What averaging gains over the base guide's ELBO, with a bracket.
+
+        .. math::
+
+            I(g; \omega) = \mathbb E_{\omega \sim q}[\log q(\omega) - \log q^G(\omega)]
 
         Args:
             *args: the model's positional arguments.
@@ -191,9 +197,9 @@ class AutoSymmetrized(AutoGuide):
             **kwargs: the model's keyword arguments.
 
         Returns:
-            A :class:`SymmetryGain` with a lower bound, an estimate and an upper bound. With the uniform estimator the lower
-            half is at most :math:`\log K`; the upper half, from an unbiased estimate of the density, is the better
-            single figure.
+            A :class:`SymmetryGain` with a lower bound, an estimate and an upper bound. With the uniform
+            estimator the lower half is at most :math:`\log K`; the upper half, from an unbiased estimate of
+            the density, is the better single figure.
         """
         with torch.no_grad():
             layout = self._setup(args, kwargs)
@@ -214,7 +220,9 @@ class AutoSymmetrized(AutoGuide):
         )
 
     @torch.no_grad()
-    def sample_posterior(self, *args: Any, sample_shape: tuple[int, ...] = (), **kwargs: Any) -> dict[str, Tensor]:
+    def sample_posterior(
+        self, *args: Any, sample_shape: tuple[int, ...] = (), **kwargs: Any
+    ) -> dict[str, Tensor]:
         r"""Draw from :math:`q^G`: draws of the base guide, each moved by a uniform group element.
 
         Args:
@@ -240,7 +248,9 @@ class AutoSymmetrized(AutoGuide):
 
     def _of_base(self, method: str) -> Callable[..., dict[str, Tensor]]:
         if not hasattr(self.guide, method):
-            raise NotImplementedError(f"the base guide {self.guide!r} has no {method}(); use sample_posterior()")
+            raise NotImplementedError(
+                f"the base guide {self.guide!r} has no {method}(); use sample_posterior()"
+            )
         return getattr(self.guide, method)
 
     def _draw(self, layout: _Layout, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draws:
@@ -284,8 +294,8 @@ class AutoSymmetrized(AutoGuide):
         for name, site in sites.items():
             if site.local and name in self.symmetry.sites:
                 raise SymmetryError(
-                    f"{self.symmetry} moves site {name!r}, which lies in a subsampled plate, where a minibatch does "
-                    "not show all that is moved; move only sites outside of subsampled plates"
+                    f"{self.symmetry} moves site {name!r}, which lies in a subsampled plate, where a "
+                    "minibatch does not show all that is moved; move only sites outside of subsampled plates"
                 )
             if not site.local and not site.fn.has_rsample:
                 discrete = site.fn.support is not None and site.fn.support.is_discrete
@@ -295,7 +305,9 @@ class AutoSymmetrized(AutoGuide):
                     "sum it out in the model (config_enumerate), and make the guide from the model without it"
                 )
 
-    def _try_density(self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _try_density(
+        self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Evaluate the density at an image, so that a guide without one is refused at once."""
         values = draws.values
         moved = self.symmetry.act(self.symmetry.sample(values, (1,)), values)
@@ -309,7 +321,8 @@ class AutoSymmetrized(AutoGuide):
             check_symmetry(self.model, self.symmetry, *args, **kwargs)
             return
         warnings.warn(
-            f"{self.symmetry} is not checked, for the guide does not carry its model; pass model= to AutoSymmetrized",
+            f"{self.symmetry} is not checked, for the guide does not carry its model; pass model= to "
+            "AutoSymmetrized",
             stacklevel=4,
         )
 
@@ -318,14 +331,16 @@ class AutoSymmetrized(AutoGuide):
             return "exact" if log_order <= math.log(MAX_EXACT_AUTO) + 1e-9 else "uniform"
         if self.estimator == "exact" and log_order > math.log(MAX_EXACT):
             raise SymmetryError(
-                f"estimator='exact' would enumerate the exp({log_order:.1f}) elements of {self.symmetry}, more than "
-                f"{MAX_EXACT:,}; use estimator='uniform'"
+                f"estimator='exact' would enumerate the exp({log_order:.1f}) elements of {self.symmetry}, "
+                f"more than {MAX_EXACT:,}; use estimator='uniform'"
             )
         return self.estimator
 
 
 class AutoSymmetrizedNormal(AutoSymmetrized):
-    """A mean-field normal guide averaged over a symmetry: :class:`AutoSymmetrized` around Pyro's ``AutoNormal``.
+    """A mean-field normal guide averaged over a symmetry.
+
+    It is :class:`AutoSymmetrized` around Pyro's ``AutoNormal``, whose formulas hold here.
 
     Args:
         model: a Pyro model.

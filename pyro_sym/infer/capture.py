@@ -72,8 +72,8 @@ class _Capture(Messenger):
         if msg["is_observed"]:
             if not self.runs_model:
                 raise NoDensityError(
-                    f"the guide has a factor or an observation {msg['name']!r}, so its draws do not have the density "
-                    "of its sites; remove it"
+                    f"the guide has a factor or an observation {msg['name']!r}, so its draws do not have "
+                    "the density of its sites; remove it"
                 )
             msg["stop"] = True
             return
@@ -90,13 +90,17 @@ class _Capture(Messenger):
         if "_captured" not in msg:
             return
         frames, local, fn, infer = msg.pop("_captured")
-        msg["infer"] = infer  # a trace inside of the guide, as effect-based autoguides keep, must see the site
+        msg["infer"] = (
+            infer  # a trace inside of the guide, as effect-based autoguides keep, must see the site
+        )
         if not local:
             self.log_probs.append(msg["fn"].log_prob(msg["value"]))
         if not infer.get("is_auxiliary"):
             self.sites[msg["name"]] = Captured(msg["value"], fn, frames, local)
         inside = {f.name for f in frames}
-        self.outer.update((f.dim, f.size) for f in msg["cond_indep_stack"] if f.vectorized and f.name not in inside)
+        self.outer.update(
+            (f.dim, f.size) for f in msg["cond_indep_stack"] if f.vectorized and f.name not in inside
+        )
 
     def draws(self, native_dims: Mapping[str, int]) -> Draws:
         count = math.prod(self.outer.values())

@@ -1,8 +1,8 @@
 """The log density of a guide at any point, not only at its own draws.
 
-The points are constrained values of the guide's sites with batch dims in front, ``(*batch, *native)``; the density is with
-respect to those constrained values. Pyro's own autoguides are evaluated in closed form; any other guide is run with its
-sites held at the points.
+The points are constrained values of the guide's sites with batch dims in front, ``(*batch, *native)``; the
+density is with respect to those constrained values. Pyro's own autoguides are evaluated in closed form; any
+other guide is run with its sites held at the points.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def log_density(guide: Callable[..., Any], call: GuideCall) -> Callable[[Values]
         call: its arguments and minibatch, and the sites whose density is wanted.
 
     Returns:
-        A function of values of shape ``(*batch, *native)`` a site that returns a tensor of shape ``batch``, and through
-        which gradients flow to the values and to the guide's parameters.
+        A function of values of shape ``(*batch, *native)`` a site that returns a tensor of shape ``batch``,
+        and through which gradients flow to the values and to the guide's parameters.
 
     Raises:
         NoDensityError: if the guide is a point mass, or draws auxiliary variables whose integral isn't known.
@@ -83,7 +83,9 @@ def _unconstrained(site: Any, value: Tensor, native_dim: int) -> tuple[Tensor, T
     unconstrained = transform.inv(value)
     batch = value.dim() - native_dim
     log_det = transform.log_abs_det_jacobian(unconstrained, value)
-    return unconstrained.flatten(batch) if native_dim else unconstrained.unsqueeze(-1), _rightmost(log_det, batch)
+    return unconstrained.flatten(batch) if native_dim else unconstrained.unsqueeze(-1), _rightmost(
+        log_det, batch
+    )
 
 
 def _rightmost(tensor: Tensor, batch: int) -> Tensor:
@@ -106,7 +108,9 @@ def _(guide: AutoContinuous, call: GuideCall) -> Callable[[Values], Tensor]:
 
 @log_density.register
 def _(guide: AutoNormal, call: GuideCall) -> Callable[[Values], Tensor]:
-    sites = [(name, site) for name, site in guide.prototype_trace.iter_stochastic_nodes() if name in call.dims]
+    sites = [
+        (name, site) for name, site in guide.prototype_trace.iter_stochastic_nodes() if name in call.dims
+    ]
     normals = {}
     for name, _ in sites:
         loc, scale = guide._get_loc_and_scale(name)
@@ -127,8 +131,8 @@ def _(guide: AutoStructured, call: GuideCall) -> Callable[[Values], Tensor]:
     for name, conditional in guide.conditionals.items():
         if conditional not in ("normal", "mvn"):
             raise NoDensityError(
-                f"AutoStructured has no density at site {name!r}, whose conditional is {conditional!r}; use 'normal' "
-                "or 'mvn'"
+                f"AutoStructured has no density at site {name!r}, whose conditional is {conditional!r}; use "
+                "'normal' or 'mvn'"
             )
     sites = list(guide._sorted_sites)
 
@@ -210,8 +214,8 @@ class _At(Messenger):
             msg["done"] = True
         elif not subsample:
             raise NoDensityError(
-                f"the guide draws an auxiliary variable {msg['name']!r}, and the density of its latent sites is an "
-                "integral over it; use a guide whose latent sites have a density of their own"
+                f"the guide draws an auxiliary variable {msg['name']!r}, and the density of its latent "
+                "sites is an integral over it; use a guide whose latent sites have a density of their own"
             )
 
     def _pyro_post_sample(self, msg: Any) -> None:
@@ -219,7 +223,8 @@ class _At(Messenger):
             return
         if _is_point_mass(msg["fn"]):
             raise NoDensityError(
-                f"site {msg['name']!r} of the guide is a point mass and has no density; give it a distribution"
+                f"site {msg['name']!r} of the guide is a point mass and has no density; give it a "
+                "distribution"
             )
         self.log_prob = self.log_prob + msg["fn"].log_prob(msg["value"]).sum()
 
@@ -248,7 +253,8 @@ class _Conditioned:
             except RuntimeError as error:
                 self.vectorised = False
                 warnings.warn(
-                    f"the guide can't be vectorised over points ({error}); evaluating them one by one, which is slower",
+                    f"the guide can't be vectorised over points ({error}); evaluating them one by one, "
+                    "which is slower",
                     stacklevel=2,
                 )
         rows = [self._at({name: value[i] for name, value in flat.items()}) for i in range(batch.numel())]
@@ -263,8 +269,8 @@ class _Conditioned:
 def check_local_sites(guide: Callable[..., Any], call: GuideCall, values: Values, moved: Values) -> None:
     """Refuse a guide whose sites in subsampled plates depend on what a symmetry moves.
 
-    Their terms are estimates, scaled up from a minibatch, and so can't enter an average of densities; they stay outside
-    of it, which is right as long as the average has them as a common factor.
+    Their terms are estimates, scaled up from a minibatch, and so can't enter an average of densities; they
+    stay outside of it, which is right as long as the average has them as a common factor.
 
     Args:
         guide: the guide.
@@ -287,7 +293,7 @@ def check_local_sites(guide: Callable[..., Any], call: GuideCall, values: Values
             entangled = not torch.allclose(held(values), held(moved), rtol=1e-4, atol=1e-4)
         if entangled:
             raise NoDensityError(
-                f"{known!r} ties the sites {sorted(call.dims)}, which lie in subsampled plates, to the sites that the "
-                "symmetry moves, so that the orbit average can't be estimated from a minibatch; use AutoNormal, or a "
-                "guide in which they are independent"
+                f"{known!r} ties the sites {sorted(call.dims)}, which lie in subsampled plates, to the "
+                "sites that the symmetry moves, so that the orbit average can't be estimated from a "
+                "minibatch; use AutoNormal, or a guide in which they are independent"
             )

@@ -1,15 +1,15 @@
 r"""The log orbit average by enumeration of the group.
 
-Notation of this package's orbit room: :math:`q` is a density on values, :math:`G` a finite group acting on them without
-changing volume, and
+Notation of this package's orbit room: :math:`q` is a density on values, :math:`G` a finite group acting on
+them without changing volume, and
 
 .. math::
 
     q^G(\omega) = \frac{1}{|G|} \sum_{g \in G} q(g \cdot \omega)
 
-the density of :math:`g \cdot \omega` for :math:`\omega \sim q` and :math:`g` uniform on :math:`G`. (The sum over
-:math:`g` equals the sum over :math:`g^{-1}`.) ``own`` is :math:`\log q(\omega)` as the guide itself reported it, which is
-more exact than a round trip through constrained space.
+the density of :math:`g \cdot \omega` for :math:`\omega \sim q` and :math:`g` uniform on :math:`G`. (The sum
+over :math:`g` equals the sum over :math:`g^{-1}`.) ``own`` is :math:`\log q(\omega)` as the guide itself
+reported it, which is more exact than a round trip through constrained space.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ CHUNK_NUMEL = 2**22
 def enumerated(symmetry: Symmetry, log_prob: LogProb, values: Mapping[str, Tensor], own: Tensor) -> Tensor:
     r"""The log orbit average :math:`\log q^G(\omega)`, exactly.
 
-    The images are evaluated in chunks of bounded memory; where there are several, the backward pass recomputes them.
+    The images are evaluated in chunks of bounded memory; where there are several, the backward pass
+    recomputes them.
 
     Args:
         symmetry: the group; its elements are listed.

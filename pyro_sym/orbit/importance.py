@@ -23,7 +23,8 @@ def uniform(
 
     .. math::
 
-        \mathbb E\left[ -\log \frac1K \Bigl( q(\omega) + \sum_{k<K} q(g_k \cdot \omega) \Bigr) \right] \le H(q^G),
+        \mathbb E\left[ -\log \frac1K \Bigl( q(\omega) + \sum_{k<K} q(g_k \cdot \omega) \Bigr) \right] \le
+        H(q^G),
 
     with equality as :math:`K \to \infty`. The gain that it can report is at most :math:`\log K` nats.
 
@@ -35,8 +36,8 @@ def uniform(
         num_elements: :math:`K`, the identity included.
 
     Returns:
-        The logarithm of the average, of shape ``(P,)``: in expectation over :math:`\omega` and the elements, at least
-        :math:`\log q^G(\omega)`.
+        The logarithm of the average, of shape ``(P,)``: in expectation over :math:`\omega` and the elements,
+        at least :math:`\log q^G(\omega)`.
 
     References:
         Gelberg et al. 2024, arXiv 2408.05496, theorem 4.3.
@@ -58,9 +59,9 @@ def uniform_unbiased(
         \hat q(\omega) = \frac{q(\omega)}{|G|} + \frac1K \sum_k [g_k \ne e]\, q(g_k \cdot \omega), \qquad
         \mathbb E \log \hat q(\omega) \le \log q^G(\omega),
 
-    by Jensen's inequality, so :math:`\mathbb E[\log q(\omega) - \log \hat q(\omega)]` bounds the gain from above; and as
-    :math:`\hat q \ge q / |G|`, that bound never exceeds :math:`\log |G|`. It would overstate an ELBO: it is for
-    diagnostics only.
+    by Jensen's inequality, so :math:`\mathbb E[\log q(\omega) - \log \hat q(\omega)]` bounds the gain from
+    above; and as :math:`\hat q \ge q / |G|`, that bound never exceeds :math:`\log |G|`. It would overstate an
+    ELBO: it is for diagnostics only.
 
     Args:
         symmetry: the group.

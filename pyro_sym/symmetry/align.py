@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from pyro_sym.errors import SymmetryError
@@ -450,6 +449,9 @@ def _choose(
 
 def _assign(cost: Tensor) -> Tensor:
     """The units ``(M, n)`` that fill the slots (rows of the costs) most cheaply, each unit once."""
+    # Imported here, as its import takes time and adds to the warnings filters.
+    from scipy.optimize import linear_sum_assignment
+
     costs = cost.numpy()
     labels = costs.argmin(-1)
     # Where every slot's favourite is another unit, that is the optimum; only the rest need an assignment.

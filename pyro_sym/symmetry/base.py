@@ -28,15 +28,16 @@ class Symmetry(ABC):
 
         e \cdot v = v, \qquad (g h) \cdot v = g \cdot (h \cdot v).
 
-    **Shapes.** Values are dicts of tensors. Axes are counted from the right, so any number of batch dims (chains,
-    draws, particles) may stand in front. An element with batch shape ``B`` of ``b`` dims acts on values whose
-    first ``b`` dims broadcast with ``B``; an element without batch dims acts alike on everything.
+    **Shapes.** Values are dicts of tensors. Axes are counted from the right, so any number of batch dims
+    (chains, draws, particles) may stand in front. An element with batch shape ``B`` of ``b`` dims acts on
+    values whose first ``b`` dims broadcast with ``B``; an element without batch dims acts alike on
+    everything.
 
-    **Sizes** are read from the values: methods that need the size of the group take ``values`` and look only at
-    shapes, dtypes being free.
+    **Sizes** are read from the values: methods that need the size of the group take ``values`` and look only
+    at shapes, dtypes being free.
 
-    To write a symmetry of your own, implement :meth:`_act` and the abstract methods; the public :meth:`act` checks
-    sites and sizes first.
+    To write a symmetry of your own, implement :meth:`_act` and the abstract methods; the public :meth:`act`
+    checks sites and sizes first.
 
     Attributes:
         axes: which axes (negative, from the right) of which sites the group moves.
@@ -118,7 +119,7 @@ def normalise_axes(kind: str, axes: Mapping[str, int | tuple[int, ...]]) -> Axes
     for site, entry in axes.items():
         several = entry if isinstance(entry, tuple) else (entry,)
         for axis in several:
-            if not isinstance(axis, int) or isinstance(axis, bool):
+            if type(axis) is not int:
                 raise SymmetryError(f"{kind}: axis {axis!r} of site {site!r} is not an int")
             if axis >= 0:
                 raise SymmetryError(
@@ -126,7 +127,9 @@ def normalise_axes(kind: str, axes: Mapping[str, int | tuple[int, ...]]) -> Axes
                     "so that batch dims may stand in front: the last axis is -1"
                 )
         if not several or len(set(several)) < len(several):
-            raise SymmetryError(f"{kind}: axes {several} of site {site!r} must be one or more, each named once")
+            raise SymmetryError(
+                f"{kind}: axes {several} of site {site!r} must be one or more, each named once"
+            )
         table[site] = several
     return table
 
@@ -136,7 +139,9 @@ def common_size(kind: str, axes: Axes, values: Values) -> int:
     first: tuple[str, int, int] | None = None
     for site, several in axes.items():
         if site not in values:
-            raise SymmetryError(f"{kind} acts on site {site!r}, which is not among the sites {sorted(values)}")
+            raise SymmetryError(
+                f"{kind} acts on site {site!r}, which is not among the sites {sorted(values)}"
+            )
         shape = tuple(values[site].shape)
         for axis in several:
             if -axis > len(shape):
@@ -147,8 +152,8 @@ def common_size(kind: str, axes: Axes, values: Values) -> int:
                 first = (site, axis, shape[axis])
             elif shape[axis] != first[2]:
                 raise SymmetryError(
-                    f"{kind}: axis {axis} of site {site!r} has size {shape[axis]}, but axis {first[1]} of site "
-                    f"{first[0]!r} has size {first[2]}; one group moves axes of one size"
+                    f"{kind}: axis {axis} of site {site!r} has size {shape[axis]}, but axis {first[1]} of "
+                    f"site {first[0]!r} has size {first[2]}; one group moves axes of one size"
                 )
     assert first is not None
     return first[2]

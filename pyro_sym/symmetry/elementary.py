@@ -48,8 +48,8 @@ class _OnOneSize(Symmetry):
     def _refuse_too_many(self, values: Values) -> None:
         if self.log_order(values) > math.log(MAX_ELEMENTS):
             raise SymmetryError(
-                f"{self} has exp({self.log_order(values):.1f}) elements for size {self.size(values)}, too many to "
-                "list; sample them instead"
+                f"{self} has exp({self.log_order(values):.1f}) elements for size {self.size(values)}, too "
+                "many to list; sample them instead"
             )
 
 
@@ -61,19 +61,24 @@ class Permutation(_OnOneSize):
 
     .. math::
 
-        (g \cdot v)_{\dots i \dots} = v_{\dots g_i \dots}, \qquad (g h)_i = h_{g_i}, \qquad (g^{-1})_{g_i} = i.
+        (g \cdot v)_{\dots i \dots} = v_{\dots g_i \dots}, \qquad (g h)_i = h_{g_i}, \qquad (g^{-1})_{g_i} =
+        i.
 
     Args:
-        axes: site name to axis, counted from the right (negative), or to a tuple of axes that move together, as
-            both axes of a transition matrix do.
+        axes: site name to axis, counted from the right (negative), or to a tuple of axes that move together,
+            as both axes of a transition matrix do.
 
     Raises:
         SymmetryError: if an axis is not a negative int, or is named twice.
 
     Example:
         >>> sym = Permutation({"weights": -1, "locs": -2, "trans": (-2, -1)})
-        >>> sym.act(torch.tensor([1, 0]), {"weights": torch.tensor([0.3, 0.7]), "locs": torch.tensor([[1.0], [2.0]]),
-        ...     "trans": torch.tensor([[0.9, 0.1], [0.4, 0.6]])})["trans"]
+        >>> values = {
+        ...     "weights": torch.tensor([0.3, 0.7]),
+        ...     "locs": torch.tensor([[1.0], [2.0]]),
+        ...     "trans": torch.tensor([[0.9, 0.1], [0.4, 0.6]]),
+        ... }
+        >>> sym.act(torch.tensor([1, 0]), values)["trans"]
         tensor([[0.6000, 0.4000],
                 [0.1000, 0.9000]])
     """
@@ -124,7 +129,7 @@ class Permutation(_OnOneSize):
 
 
 class SignFlip(_OnOneSize):
-    r"""The group :math:`\{\pm 1\}^n` of sign flips along one axis (or several axes at once) of each named site.
+    r"""The group :math:`\{\pm 1\}^n`, flipping signs along one axis (or several at once) of each named site.
 
     An element is a tensor :math:`s` of :math:`\pm 1` (int8) and shape ``(*batch, n)``:
 
@@ -132,8 +137,8 @@ class SignFlip(_OnOneSize):
 
         (s \cdot v)_{\dots i \dots} = s_i\, v_{\dots i \dots}, \qquad (s t)_i = s_i t_i, \qquad s^{-1} = s,
 
-    and on a site with two named axes, :math:`s_i s_j v_{ij}`. If every site has two, :math:`s` and :math:`-s` act alike:
-    averages over the group are right all the same, but ``log_order`` counts each action twice.
+    and on a site with two named axes, :math:`s_i s_j v_{ij}`. If every site has two, :math:`s` and :math:`-s`
+    act alike: averages over the group are right all the same, but ``log_order`` counts each action twice.
 
     Args:
         axes: site name to axis, counted from the right (negative), or to a tuple of axes that flip together.
@@ -143,7 +148,8 @@ class SignFlip(_OnOneSize):
 
     Example:
         >>> sym = SignFlip({"loadings": -1, "factors": -1})
-        >>> sym.act(torch.tensor([1, -1]), {"loadings": torch.ones(3, 2), "factors": torch.ones(2)})["factors"]
+        >>> values = {"loadings": torch.ones(3, 2), "factors": torch.ones(2)}
+        >>> sym.act(torch.tensor([1, -1]), values)["factors"]
         tensor([ 1., -1.])
     """
 

@@ -36,9 +36,9 @@ def check_symmetry(model: Callable[..., Any], symmetry: Symmetry, *args: Any, **
 
         \log p(g \cdot \theta, D) = \log p(\theta, D)
 
-    for the generators of the group (at most 32 of them, evenly spread) and for random elements :math:`g`. It runs in
-    float64 where the model allows, and in the model's own precision otherwise. Enumerable discrete sites are summed
-    out first. Torch's global random state is left as it was.
+    for the generators of the group (at most 32 of them, evenly spread) and for random elements :math:`g`. It
+    runs in float64 where the model allows, and in the model's own precision otherwise. Enumerable discrete
+    sites are summed out first. Torch's global random state is left as it was.
 
     Args:
         model: a Pyro model; a ``poutine.block`` around it is looked through.
@@ -47,9 +47,10 @@ def check_symmetry(model: Callable[..., Any], symmetry: Symmetry, *args: Any, **
         **kwargs: the model's keyword arguments.
 
     Raises:
-        SymmetryError: if the log joint changes: the message names the generator, the difference, and the sites whose
-            terms moved; or if the symmetry can't act on the model's sites.
-        ValueError: if a latent site is discrete and can't be summed out, or no prior draw has a finite log joint.
+        SymmetryError: if the log joint changes: the message names the generator, the difference, and the
+            sites whose terms moved; or if the symmetry can't act on the model's sites.
+        ValueError: if a latent site is discrete and can't be summed out, or no prior draw has a finite log
+            joint.
 
     Example:
         >>> def model():
@@ -57,7 +58,8 @@ def check_symmetry(model: Callable[..., Any], symmetry: Symmetry, *args: Any, **
         >>> check_symmetry(model, Permutation({"locs": -1}))  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        pyro_sym.errors.SymmetryError: the model is not invariant under swapping 0 and 1 in Permutation({'locs': -1})...
+        pyro_sym.errors.SymmetryError: the model is not invariant under swapping 0 and 1 in
+        Permutation({'locs': -1})...
     """
     model = unblocked(model)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -100,7 +102,9 @@ def _finite_draw(program: Program, dtype: torch.dtype) -> tuple[dict[str, Tensor
             values = {name: _to_double(value) for name, value in values.items()}
         if program.log_joint(values, indices).isfinite():
             return values, indices
-    raise ValueError("the model's log joint is not finite at any of 20 prior draws, so no symmetry can be checked")
+    raise ValueError(
+        "the model's log joint is not finite at any of 20 prior draws, so no symmetry can be checked"
+    )
 
 
 def _compare(
@@ -119,28 +123,33 @@ def _compare(
     if abs(change) <= allowed:
         return
     moved = {site: float(after[site] - before[site]) for site in before}
-    listed = ", ".join(f"{site!r} by {delta:+.4g}" for site, delta in moved.items() if not abs(delta) <= allowed)
+    listed = ", ".join(
+        f"{site!r} by {delta:+.4g}" for site, delta in moved.items() if not abs(delta) <= allowed
+    )
     raise SymmetryError(
-        f"the model is not invariant under {name}: its log joint changes by {change:+.4g} (allowed {allowed:.1g}); "
-        f"terms that moved: {listed}. Is a site missing from the symmetry, on the wrong axis, or under a prior that "
-        "tells the labels apart?"
+        f"the model is not invariant under {name}: its log joint changes by {change:+.4g} (allowed "
+        f"{allowed:.1g}); terms that moved: {listed}. Is a site missing from the symmetry, on the wrong "
+        "axis, or under a prior that tells the labels apart?"
     )
 
 
-def _refuse_hidden_randomness(program: Program, values: dict[str, Tensor], indices: dict[str, Tensor]) -> None:
+def _refuse_hidden_randomness(
+    program: Program, values: dict[str, Tensor], indices: dict[str, Tensor]
+) -> None:
     first, second = (program.log_joint(values, indices) for _ in range(2))
     if first != second:
         raise SymmetryError(
             f"the model's log joint is random at fixed values of its latent sites {list(program.latents)}: "
-            f"{float(first):.6g}, then {float(second):.6g}. Does it sample outside pyro.sample, or hide a site? Pass "
-            "the whole model"
+            f"{float(first):.6g}, then {float(second):.6g}. Does it sample outside pyro.sample, or hide a "
+            "site? Pass the whole model"
         )
 
 
 def unblocked(model: Callable[..., Any]) -> Callable[..., Any]:
     """The model without the ``poutine.block`` and init strategies around it; other handlers stay.
 
-    A guide for a mixture is made from the model with its allocations blocked; the symmetry is the whole model's.
+    A guide for a mixture is made from the model with its allocations blocked; the symmetry is the whole
+    model's.
     """
     kept = []
     fn = model

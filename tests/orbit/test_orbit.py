@@ -44,7 +44,9 @@ def brute_force(q: Normals, values: dict[str, Tensor]) -> Tensor:
 def test_enumeration_is_the_average_over_all_permutations() -> None:
     q = Normals(1.0)
     values, own = q.draws(7)
-    assert torch.allclose(enumerated(SYMMETRY, q.log_prob, values, own), brute_force(q, values), rtol=0, atol=1e-13)
+    assert torch.allclose(
+        enumerated(SYMMETRY, q.log_prob, values, own), brute_force(q, values), rtol=0, atol=1e-13
+    )
 
 
 def test_signs_and_permutations_are_averaged_together() -> None:
@@ -83,7 +85,8 @@ def test_chunks_change_neither_value_nor_gradient(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("spread", [0.0, 0.7, 6.0])
 def test_bounds_keep_their_direction(spread: float) -> None:
-    """In expectation the InfoNCE form lies above log q^G, and the logarithm of the unbiased estimate below."""
+    """In expectation the InfoNCE form lies above log q^G, and the logarithm of the unbiased estimate
+    below."""
     q = Normals(spread)
     with torch.no_grad():
         values, own = q.draws(20_000)
@@ -97,7 +100,9 @@ def test_bounds_keep_their_direction(spread: float) -> None:
         assert (own - truth - below).max() <= math.log(ORDER) + 1e-9, "no gain exceeds log |G|"
     if spread == 6.0:  # separated units: the true gain is out of InfoNCE's reach
         assert gain > math.log(6) + 0.5
-    if spread == 0.7:  # negative control: the unbiased estimate in the entropy's place would overstate the ELBO
+    if (
+        spread == 0.7
+    ):  # negative control: the unbiased estimate in the entropy's place would overstate the ELBO
         assert below.mean() < -Z_LIMIT * below.std() / math.sqrt(len(below))
 
 

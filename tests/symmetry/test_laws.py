@@ -74,9 +74,9 @@ def test_group_laws(case: Case) -> None:
     symmetry, values, batch = case
     g, h, k = (symmetry.sample(values, batch) for _ in range(3))
     assert same(symmetry.act(symmetry.identity(values, batch), values), values)
-    assert same(
-        symmetry.act(symmetry.compose(g, h), values), symmetry.act(g, symmetry.act(h, values))
-    ), symmetry
+    assert same(symmetry.act(symmetry.compose(g, h), values), symmetry.act(g, symmetry.act(h, values))), (
+        symmetry
+    )
     assert same(symmetry.act(symmetry.inverse(g), symmetry.act(g, values)), values)
     assert same(symmetry.act(g, symmetry.act(symmetry.inverse(g), values)), values)
     left = symmetry.compose(symmetry.compose(g, h), k)
@@ -114,7 +114,9 @@ def test_elements_are_the_whole_group_once(case: Case) -> None:
     flat = torch.cat([rows[name].expand(round(order), *v.shape).flatten(1) for name, v in native.items()], 1)
     assert len(flat) == round(order)
     # Signs on two axes of every site cancel in pairs: s and -s then act alike, as the docstring says.
-    twice = not isinstance(symmetry, Permutation) and all(len(several) == 2 for several in symmetry.axes.values())
+    twice = not isinstance(symmetry, Permutation) and all(
+        len(several) == 2 for several in symmetry.axes.values()
+    )
     faithful = round(order) // (2 if twice and "w2" not in symmetry.axes else 1)
     assert len(torch.unique(flat, dim=0)) == faithful, "an element is listed twice, or acts as another does"
     assert torch.equal(flat[0], torch.cat([native[name].flatten() for name in native])), "identity first"

@@ -24,7 +24,9 @@ def mixture(y: Tensor, prior_loc: Any = 0.0, size: int | None = None) -> None:
         locs = pyro.sample("locs", dist.Normal(prior_loc, 2.0))
     weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
     with pyro.plate("data", len(y), subsample_size=size) as rows:
-        pyro.sample("y", dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, 1.0)), obs=y[rows])
+        pyro.sample(
+            "y", dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, 1.0)), obs=y[rows]
+        )
 
 
 def enumerated_mixture(y: Tensor, size: int | None = None) -> None:
@@ -106,16 +108,24 @@ def test_true_symmetries_pass(model: Any, symmetry: Symmetry, args: tuple[Any, .
         (enumerated_mixture, Permutation({"locs": -1}), (Y,), r"swapping 0 and 1.*'z\+y' by"),
         (hmm, Permutation({"trans": -2, "initial": -1, "locs": -1}), (Y,), "swapping 0 and 1.*'y' by"),
         (Net(), SignFlip({"hidden.weight": -2, "out.weight": -1}), (Y,), "flipping the sign of 0.*'y' by"),
-        (mixture, Permutation({"locs": -1, "weight": -1}), (Y,), r"'weight', which is not among.*\['locs', 'weights'\]"),
+        (
+            mixture,
+            Permutation({"locs": -1, "weight": -1}),
+            (Y,),
+            r"'weight', which is not among.*\['locs', 'weights'\]",
+        ),
     ],
 )
-def test_wrong_symmetries_are_named(model: Any, symmetry: Symmetry, args: tuple[Any, ...], message: str) -> None:
+def test_wrong_symmetries_are_named(
+    model: Any, symmetry: Symmetry, args: tuple[Any, ...], message: str
+) -> None:
     with pytest.raises(SymmetryError, match=message):
         check_symmetry(model, symmetry, *args)
 
 
 def test_a_break_among_many_labels_is_pinned_to_a_generator() -> None:
-    """With more generators than are tried one by one, a random element finds the break and a generator names it."""
+    """With more generators than are tried one by one, a random element finds the break and a generator names
+    it."""
 
     def model() -> None:
         prior = torch.zeros(80)
@@ -135,7 +145,10 @@ def test_a_model_in_single_precision_is_checked_in_its_own_precision() -> None:
 
     with pytest.raises(SymmetryError, match="'y' by"):
         check_symmetry(model, Permutation({"w": -1}), Y)
-    check_symmetry(lambda: pyro.sample("w", dist.Normal(design.sum(), 1.0).expand([3]).to_event(1)), Permutation({"w": -1}))
+    check_symmetry(
+        lambda: pyro.sample("w", dist.Normal(design.sum(), 1.0).expand([3]).to_event(1)),
+        Permutation({"w": -1}),
+    )
 
 
 def test_a_random_log_joint_is_refused() -> None:

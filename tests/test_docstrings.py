@@ -1,0 +1,64 @@
+"""Every example in a docstring runs, and every public name has one."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import math
+import pkgutil
+from types import ModuleType
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import MCMC, NUTS, SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+
+import pyro_sym
+
+NAMESPACE: dict[str, Any] = {
+    "torch": torch,
+    "math": math,
+    "pyro": pyro,
+    "dist": dist,
+    "MCMC": MCMC,
+    "NUTS": NUTS,
+    "SVI": SVI,
+    "Trace_ELBO": Trace_ELBO,
+    "AutoNormal": AutoNormal,
+    **{name: getattr(pyro_sym, name) for name in pyro_sym.__all__},
+}
+MODULES = [m.name for m in pkgutil.walk_packages(pyro_sym.__path__, "pyro_sym.")]
+# Abstract, or a plain result or error: what makes them has the example.
+WITHOUT_EXAMPLE = {
+    "Alignment",
+    "DivergenceError",
+    "NoDensityError",
+    "StochasticGradientKernel",
+    "Symmetry",
+    "SymmetryError",
+    "SymmetryGain",
+    "dataset",
+}
+
+
+def examples(module: ModuleType) -> list[doctest.DocTest]:
+    found = doctest.DocTestFinder().find(module, extraglobs=NAMESPACE)
+    return [test for test in found if test.examples]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name: str) -> None:
+    module = importlib.import_module(name)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for test in examples(module):
+        report: list[str] = []
+        assert runner.run(test, out=report.append).failed == 0, "".join(report)
+
+
+def test_every_public_name_has_an_example() -> None:
+    lacking = {name for name in pyro_sym.__all__ if ">>>" not in (getattr(pyro_sym, name).__doc__ or "")}
+    assert lacking <= WITHOUT_EXAMPLE
+    assert all(getattr(pyro_sym, name).__doc__ for name in pyro_sym.__all__)
