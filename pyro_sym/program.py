@@ -250,7 +250,8 @@ def _marginal_terms(trace: poutine.Trace) -> dict[str, Tensor]:
             terms[site["name"]] = site["log_prob_sum"]
             continue
         factor = packed["unscaled_log_prob"]
-        if packed["mask"] is not None:
+        # A masked row counts nothing: its likelihood is 1, and its enumerated prior sums to 1 unmasked.
+        if packed["mask"] is not None and site["infer"].get("_enumerate_dim") is None:
             factor = packed_ops.scale_and_mask(factor, mask=packed["mask"])
         factors.setdefault(plates[site["name"]], []).append(factor)
         scales.append(site["scale"])

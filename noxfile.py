@@ -1,0 +1,66 @@
+"""Sessions of development and CI: ``nox --list``. Arguments after ``--`` go to the tool of the session."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import nox
+
+nox.needs_version = ">=2025.5.1"
+nox.options.sessions = ["lint", "typing", "tests"]
+# pip obeys the settings of the machine (indexes, local wheels, caps); uv knows none of them.
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+
+PYTHONS = ["3.11", "3.12"]
+PROJECT = nox.project.load_toml("pyproject.toml")
+
+
+def runs(python: str) -> bool:
+    """Whether a Python can be started here. A version manager may leave a command on the path that can't."""
+    if python == f"{sys.version_info.major}.{sys.version_info.minor}":
+        return True
+    command = shutil.which(f"python{python}")
+    return command is not None and subprocess.run([command, "-c", ""], capture_output=True).returncode == 0
+
+
+# nox makes a missing Python an error where CI is set. Here one of the two is enough, on CI as well; a machine
+# that has neither is an error everywhere, as a run that tests nothing must not pass.
+nox.options.error_on_missing_interpreters = not any(runs(python) for python in PYTHONS)
+
+
+def install(session: nox.Session, *groups: str, extras: str = "") -> None:
+    """Install the package, extras and dependency groups, at the versions in constraints.txt."""
+    wanted = nox.project.dependency_groups(PROJECT, *groups)
+    session.install("-c", "constraints.txt", "-e", f".{extras}", *wanted)
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """Run the quickstart: a mixture on real data, from a Pyro model to an ArviZ report in quickstart/."""
+    install(session, extras="[quickstart]")
+    session.run("python", "tutorials/00_quickstart.py", *session.posargs)
+
+
+@nox.session(python=PYTHONS)
+def tests(session: nox.Session) -> None:
+    """Run the tests on each supported Python that is here: ArviZ 0.23 on 3.11, ArviZ 1.x from 3.12 on."""
+    install(session, "test", extras="[plots]")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, docstrings and format with ruff; with ``-- --fix``, mend what can be mended."""
+    session.install("-c", "constraints.txt", *nox.project.dependency_groups(PROJECT, "lint"))
+    session.run("ruff", "check", *session.posargs)
+    session.run("ruff", "format", *([] if "--fix" in session.posargs else ["--check"]))
+
+
+@nox.session
+def typing(session: nox.Session) -> None:
+    """Check the types of package and tests with mypy."""
+    install(session, "test", "typing", extras="[plots]")
+    session.run("mypy", *session.posargs)
