@@ -19,7 +19,7 @@ from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor
 
 from pyro_sym.errors import NoDensityError, SymmetryError
-from pyro_sym.infer.capture import Captured, Draws, InPlates, capture
+from pyro_sym.infer.capture import Capture, Draws, InPlates
 from pyro_sym.infer.density import GuideCall, check_local_sites, log_density
 from pyro_sym.orbit.exact import LogProb, enumerated
 from pyro_sym.orbit.importance import uniform, uniform_unbiased
@@ -168,8 +168,7 @@ class AutoSymmetrized(AutoGuide):
         Returns:
             The latent values by site.
         """
-        layout = self._setup(args, kwargs)
-        captured = capture(self.guide, args, kwargs)
+        layout, captured = self._capture(args, kwargs)
         values = {name: site.value for name, site in captured.sites.items()}
         if not am_i_wrapped():  # called for a draw, not for inference: there is nobody to take the factor
             return values
@@ -202,8 +201,7 @@ class AutoSymmetrized(AutoGuide):
             the density, is the better single figure.
         """
         with torch.no_grad():
-            layout = self._setup(args, kwargs)
-            draws = self._draw(layout, num_samples, args, kwargs)
+            layout, draws = self._draw(num_samples, args, kwargs)
             log_prob = self._log_density(layout, draws, args, kwargs)
             lower = upper = draws.own - self._log_orbit_average(draws, log_prob)
             if self.method == "uniform":
@@ -234,7 +232,7 @@ class AutoSymmetrized(AutoGuide):
             Values by site, each of shape ``(*sample_shape, *native)``.
         """
         count = math.prod(sample_shape)
-        values = self._draw(self._setup(args, kwargs), count, args, kwargs).values
+        values = self._draw(count, args, kwargs)[1].values
         images = self.symmetry.act(self.symmetry.sample(values, (count,)), values)
         return {name: value.reshape(*sample_shape, *value.shape[1:]) for name, value in images.items()}
 
@@ -253,14 +251,25 @@ class AutoSymmetrized(AutoGuide):
             )
         return getattr(self.guide, method)
 
-    def _draw(self, layout: _Layout, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draws:
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Layout, Capture]:
+        """Run the base guide; set up anew if other plates are subsampled than at first."""
+        layout = self._setup(args, kwargs)
+        with Capture(self.guide) as captured:
+            self.guide(*args, **kwargs)
+        if captured.local != layout.local:
+            self._layout = None
+            layout = self._setup(args, kwargs)
+        return layout, captured
+
+    def _draw(self, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Layout, Draws]:
         """Independent draws of the base guide, seen by nobody."""
         rows = []
         for _ in range(count):
             with poutine.block():
-                rows.append(capture(self.guide, args, kwargs).draws(layout.native_dims))
+                layout, captured = self._capture(args, kwargs)
+            rows.append(captured.draws(layout.native_dims))
         values = {name: torch.cat([row.values[name] for row in rows]) for name in layout.native_dims}
-        return Draws(values, torch.cat([row.own for row in rows]), rows[-1].indices)
+        return layout, Draws(values, torch.cat([row.own for row in rows]), rows[-1].indices)
 
     def _log_density(
         self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -276,22 +285,20 @@ class AutoSymmetrized(AutoGuide):
         """On the first call: look at the base guide, check the symmetry, choose the estimator."""
         if self._layout is None:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), poutine.block():
-                captured = capture(self.guide, args, kwargs)
+                with Capture(self.guide) as captured:
+                    self.guide(*args, **kwargs)
                 values = {name: site.value for name, site in captured.sites.items()}
                 self.symmetry.check_values(values)
-                self._refuse_sites(captured.sites)
-                layout = _Layout(
-                    {name: value.dim() for name, value in values.items()},
-                    frozenset(name for name, site in captured.sites.items() if site.local),
-                )
+                self._refuse_sites(captured)
+                layout = _Layout({name: value.dim() for name, value in values.items()}, captured.local)
                 self._try_density(layout, captured.draws(layout.native_dims), args, kwargs)
             self._check_symmetry(args, kwargs)
             self.method = self._choose(self.symmetry.log_order(values))
             self._layout = layout
         return self._layout
 
-    def _refuse_sites(self, sites: dict[str, Captured]) -> None:
-        for name, site in sites.items():
+    def _refuse_sites(self, captured: Capture) -> None:
+        for name, site in captured.sites.items():
             if site.local and name in self.symmetry.sites:
                 raise SymmetryError(
                     f"{self.symmetry} moves site {name!r}, which lies in a subsampled plate, where a "

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_sym.errors import NoDensityError
 
-__all__ = ["Captured", "Draws", "InPlates", "capture"]
+__all__ = ["Capture", "Captured", "Draws", "InPlates"]
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,13 @@ class Draws:
     indices: dict[str, Tensor]
 
 
-class _Capture(Messenger):
-    """Records the guide's sample sites. Those outside of subsampled plates are hidden from traces outside.
+class Capture(Messenger):
+    """Records a guide's sample sites. Those outside of subsampled plates are hidden from traces outside.
 
     ``poutine.block`` would hide them from the plates outside as well, and so from vectorised particles.
+
+    Args:
+        guide: the guide that is going to be run.
     """
 
     def __init__(self, guide: Callable[..., Any]) -> None:
@@ -90,9 +93,8 @@ class _Capture(Messenger):
         if "_captured" not in msg:
             return
         frames, local, fn, infer = msg.pop("_captured")
-        msg["infer"] = (
-            infer  # a trace inside of the guide, as effect-based autoguides keep, must see the site
-        )
+        # A trace inside of the guide, as effect-based autoguides keep one, must see the site.
+        msg["infer"] = infer
         if not local:
             self.log_probs.append(msg["fn"].log_prob(msg["value"]))
         if not infer.get("is_auxiliary"):
@@ -103,17 +105,30 @@ class _Capture(Messenger):
         )
 
     def draws(self, native_dims: Mapping[str, int]) -> Draws:
+        """What was drawn, one row a particle.
+
+        Args:
+            native_dims: number of dims of one draw, by latent site.
+
+        Returns:
+            The draws, with their density.
+        """
         count = math.prod(self.outer.values())
         values = {}
         for name, site in self.sites.items():
             lead = site.value.dim() - native_dims[name]
             native = site.value.shape[lead:]
             values[name] = site.value.reshape(-1, *native).expand(count, *native)
-        total: Any = torch.zeros(count)
+        own = torch.zeros((), device=self.log_probs[0].device).expand(count)
         for log_prob in self.log_probs:
             full = log_prob.expand(torch.broadcast_shapes(log_prob.shape, self.outer_shape))
-            total = total + full.reshape(count, -1).sum(-1)
-        return Draws(values, total, self.indices)
+            own = own + full.reshape(count, -1).sum(-1)
+        return Draws(values, own, self.indices)
+
+    @property
+    def local(self) -> frozenset[str]:
+        """Names of the latent sites in subsampled plates."""
+        return frozenset(name for name, site in self.sites.items() if site.local)
 
     @property
     def outer_shape(self) -> tuple[int, ...]:
@@ -130,10 +145,3 @@ class InPlates(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         msg["cond_indep_stack"] = self.frames + tuple(msg["cond_indep_stack"])
-
-
-def capture(guide: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Capture:
-    """Run a guide under a recorder."""
-    with _Capture(guide) as captured:
-        guide(*args, **kwargs)
-    return captured

@@ -180,9 +180,8 @@ def test_every_autoguide_with_a_density(base: Callable[[Guide], Guide]) -> None:
     """The density at the draws themselves is what the guide reported, and the gain lies in its range."""
     guide = AutoSymmetrized(base(constrained), SWAP_ALL)
     fit(constrained, guide, steps=5)
-    layout = guide._setup((Y,), {})
     with torch.no_grad():
-        draws = guide._draw(layout, 20, (Y,), {})
+        layout, draws = guide._draw(20, (Y,), {})
         again = guide._log_density(layout, draws, (Y,), {})(draws.values)
     assert torch.allclose(draws.own, again, rtol=1e-9, atol=1e-9)
     gain = guide.symmetry_gain(Y, num_samples=50)
@@ -208,9 +207,8 @@ def test_every_elbo_means_the_same(base: Callable[[Guide], Guide], elbo: ELBO) -
     """Value against the mean of log p - log q^G over the guide's own draws, in standard errors."""
     guide = AutoSymmetrized(base(constrained), SWAP_ALL)
     fit(constrained, guide, steps=60)
-    layout = guide._setup((Y,), {})
     with torch.no_grad():
-        draws = guide._draw(layout, 100, (Y,), {})
+        layout, draws = guide._draw(100, (Y,), {})
         log_q = guide._log_orbit_average(draws, guide._log_density(layout, draws, (Y,), {}))
         log_p = torch.stack(
             [
@@ -243,9 +241,9 @@ def test_mean_field_elbo_is_right_where_pyro_is_not() -> None:
         losses = []
         for elbo in (Trace_ELBO(), TraceMeanField_ELBO()):
             with torch.no_grad():
-                losses.append(torch.tensor([elbo.loss(model, one) for _ in range(250)]))
+                losses.append(torch.tensor([elbo.loss(model, one) for _ in range(600)]))
         difference = losses[0].mean() - losses[1].mean()
-        gap[name] = float(difference / math.sqrt(sum(float(x.var()) / 250 for x in losses)))
+        gap[name] = float(difference / math.sqrt(sum(float(x.var()) / 600 for x in losses)))
     assert abs(gap["symmetrised"]) < Z_LIMIT
     assert abs(gap["plain"]) > 8, "Pyro has mended its KL: the remark in the docs can go"
 
@@ -315,6 +313,10 @@ def test_local_latents_in_a_subsampled_plate_stay_outside_of_the_average() -> No
         gains.append(pair[0] - pair[1])
     assert max(gains) <= math.log(2) + 1e-9
     assert sum(gains) / len(gains) > 0.1
+    later = AutoSymmetrizedNormal(model, SWAP, create_plates=create_plates)
+    fit(model, later, steps=1, args=(Y,))  # all rows at first: the shifts are averaged with the rest
+    fit(model, later, steps=1, args=(Y, 4))  # a minibatch later: they are left as they are
+    assert later._layout is not None and later._layout.local == {"shift"}
     with pytest.raises(SymmetryError, match="'shift', which lies in a subsampled plate"):
         AutoSymmetrizedNormal(model, Permutation({"shift": -1}), create_plates=create_plates)(Y, 4)
 
