@@ -21,14 +21,17 @@ from torch import Tensor
 from pyro_sym.errors import NoDensityError, SymmetryError
 from pyro_sym.infer.capture import Capture, Draws, InPlates
 from pyro_sym.infer.density import GuideCall, check_local_sites, log_density
+from pyro_sym.infer.units import PairLogProbs, pair_log_probs
+from pyro_sym.orbit import sequential
 from pyro_sym.orbit.exact import LogProb, enumerated
 from pyro_sym.orbit.importance import uniform, uniform_unbiased
+from pyro_sym.orbit.permanent import MAX_SIZE, log_permanent
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.model import check_symmetry
 
 __all__ = ["AutoSymmetrized", "AutoSymmetrizedNormal", "SymmetryGain"]
 
-Estimator = Literal["auto", "exact", "uniform"]
+Estimator = Literal["auto", "exact", "importance", "uniform"]
 MAX_EXACT_AUTO = 1_000
 MAX_EXACT = 200_000
 
@@ -88,10 +91,16 @@ class AutoSymmetrized(AutoGuide):
     Densities are compared in constrained space, where the group preserves volume. The ELBO stays a lower
     bound on the log evidence with each estimator:
 
-    * ``"exact"`` enumerates the group (up to 200,000 elements);
+    * ``"exact"`` computes the average itself: as a permanent, for up to 14 units, where the density
+      factorises over the units of one permutation (:func:`~pyro_sym.infer.units.pair_log_probs` says when: a
+      mean-field guide, no simplex), and by enumeration (up to 200,000 elements) otherwise;
+    * ``"importance"``, for densities that factorise so, weighs :math:`K` permutations proposed unit by unit,
+      the identity among them; it stays tight at any number of units
+      (:func:`~pyro_sym.orbit.sequential.importance`);
     * ``"uniform"`` averages over :math:`K` elements, the identity among them; its gain saturates at
       :math:`\log K`;
-    * ``"auto"`` is exact up to 1,000 elements and uniform above. :attr:`method` says what was chosen.
+    * ``"auto"`` is exact where the density factorises over up to 14 units, importance above that; otherwise
+      exact up to 1,000 elements and uniform above. :attr:`method` says what was chosen.
 
     In training :math:`\omega` is drawn from :math:`q`; by invariance that changes no expectation.
     :meth:`sample_posterior` draws from :math:`q^G`. :meth:`median` and :meth:`quantiles` are the base
@@ -106,7 +115,7 @@ class AutoSymmetrized(AutoGuide):
             they are.
         symmetry: the group; its sites must be latent sites of the guide.
         estimator: how the orbit average is computed.
-        num_elements: :math:`K`, the identity included, for ``"uniform"``.
+        num_elements: :math:`K`, the identity included, for ``"importance"`` and ``"uniform"``.
         model: the model, for guides that don't carry theirs; without it the symmetry can't be checked, and a
             warning says so.
 
@@ -153,6 +162,7 @@ class AutoSymmetrized(AutoGuide):
         self.num_elements = num_elements
         self.method: str | None = None
         self._layout: _Layout | None = None
+        self._pairs: PairLogProbs | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         # AutoGuide would become the master of a guide set as its attribute, and make its plates for it.
@@ -196,23 +206,28 @@ class AutoSymmetrized(AutoGuide):
             **kwargs: the model's keyword arguments.
 
         Returns:
-            A :class:`SymmetryGain` with a lower bound, an estimate and an upper bound. With the uniform
-            estimator the lower half is at most :math:`\log K`; the upper half, from an unbiased estimate of
-            the density, is the better single figure.
+            A :class:`SymmetryGain` with a lower bound, an estimate and an upper bound, which agree with the
+            exact estimator. With the importance estimator the estimate is their midpoint. With the uniform
+            one the lower half is at most :math:`\log K`; the upper half, from an unbiased estimate of the
+            density, is the better single figure.
         """
         with torch.no_grad():
             layout, draws = self._draw(num_samples, args, kwargs)
             log_prob = self._log_density(layout, draws, args, kwargs)
             lower = upper = draws.own - self._log_orbit_average(draws, log_prob)
+            count = max(self.num_elements, 64)
             if self.method == "uniform":
-                count = max(self.num_elements, 64)
                 upper = draws.own - uniform_unbiased(self.symmetry, log_prob, draws.values, draws.own, count)
+            elif self.method == "importance":
+                upper = draws.own - self._log_average_of_units(draws, sequential.importance_unbiased, count)
+        log_order = self.symmetry.log_order(draws.values)
+        bracket = (float(lower.mean()), min(float(upper.mean()), log_order))
         return SymmetryGain(
-            lower=float(lower.mean()),
-            estimate=float(upper.mean()),
-            upper=float(upper.mean()),
+            lower=bracket[0],
+            estimate=sum(bracket) / 2 if self.method == "importance" else bracket[1],
+            upper=bracket[1],
             standard_error=float(torch.stack([lower.std(), upper.std()]).max() / math.sqrt(num_samples)),
-            log_order=self.symmetry.log_order(draws.values),
+            log_order=log_order,
             method=str(self.method),
             num_samples=num_samples,
         )
@@ -277,9 +292,19 @@ class AutoSymmetrized(AutoGuide):
         return log_density(self.guide, GuideCall(layout.averaged, args, kwargs, draws.indices))
 
     def _log_orbit_average(self, draws: Draws, log_prob: LogProb) -> Tensor:
-        if self.method == "exact":
+        if self.method == "uniform":
+            return uniform(self.symmetry, log_prob, draws.values, draws.own, self.num_elements)
+        if self.method == "importance":
+            return self._log_average_of_units(draws, sequential.importance, self.num_elements)
+        if self._pairs is None:
             return enumerated(self.symmetry, log_prob, draws.values, draws.own)
-        return uniform(self.symmetry, log_prob, draws.values, draws.own, self.num_elements)
+        return self._log_average_of_units(draws, _exact_of_units)
+
+    def _log_average_of_units(self, draws: Draws, average: Callable[..., Tensor], *settings: int) -> Tensor:
+        """The log orbit average, from that of the units: what the group does not move is a common factor."""
+        assert self._pairs is not None
+        pairs, own = self._pairs(draws.values)
+        return draws.own - own + average(pairs, *settings)
 
     def _setup(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Layout:
         """On the first call: look at the base guide, check the symmetry, choose the estimator."""
@@ -293,7 +318,7 @@ class AutoSymmetrized(AutoGuide):
                 layout = _Layout({name: value.dim() for name, value in values.items()}, captured.local)
                 self._try_density(layout, captured.draws(layout.native_dims), args, kwargs)
             self._check_symmetry(args, kwargs)
-            self.method = self._choose(self.symmetry.log_order(values))
+            self.method = self._choose(values)
             self._layout = layout
         return self._layout
 
@@ -333,15 +358,36 @@ class AutoSymmetrized(AutoGuide):
             stacklevel=4,
         )
 
-    def _choose(self, log_order: float) -> str:
+    def _choose(self, values: dict[str, Tensor]) -> str:
+        log_order = self.symmetry.log_order(values)
+        pairs = pair_log_probs(self.guide, self.symmetry)
+        few_units = pairs is not None and pairs(_one_draw(values))[0].shape[-1] <= MAX_SIZE
+        few_elements = log_order <= math.log(MAX_EXACT_AUTO if self.estimator == "auto" else MAX_EXACT) + 1e-9
+        self._pairs = pairs if few_units or self.estimator != "exact" else None
         if self.estimator == "auto":
-            return "exact" if log_order <= math.log(MAX_EXACT_AUTO) + 1e-9 else "uniform"
-        if self.estimator == "exact" and log_order > math.log(MAX_EXACT):
+            if few_units or few_elements:
+                return "exact"
+            return "uniform" if pairs is None else "importance"
+        if self.estimator == "exact" and not (few_units or few_elements):
             raise SymmetryError(
                 f"estimator='exact' would enumerate the exp({log_order:.1f}) elements of {self.symmetry}, "
-                f"more than {MAX_EXACT:,}; use estimator='uniform'"
+                f"more than {MAX_EXACT:,}; use estimator='importance' or 'uniform'"
+            )
+        if self.estimator == "importance" and pairs is None:
+            raise SymmetryError(
+                "estimator='importance' needs a density that factorises over the units of one permutation, "
+                f"which {type(self.guide).__name__} under {self.symmetry} does not have; use "
+                "estimator='uniform'"
             )
         return self.estimator
+
+
+def _exact_of_units(pairs: Tensor) -> Tensor:
+    return log_permanent(pairs) - math.lgamma(pairs.shape[-1] + 1)
+
+
+def _one_draw(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.unsqueeze(0) for name, value in values.items()}
 
 
 class AutoSymmetrizedNormal(AutoSymmetrized):

@@ -505,7 +505,7 @@ def test_bad_settings_are_refused() -> None:
         AutoSymmetrized(AutoNormal(locations), SWAP, num_elements=1)
 
     def wide() -> None:
-        pyro.sample("w", dist.Normal(torch.zeros(12), 1.0).to_event(1))
+        pyro.sample("w", dist.Normal(torch.zeros(30), 1.0).to_event(1))
 
     with pytest.raises(SymmetryError, match="would enumerate"):
         AutoSymmetrized(AutoNormal(wide), Permutation({"w": -1}), estimator="exact")()
