@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from pyro_sym.symmetry.base import Element, Symmetry, map_element
 
@@ -82,6 +81,8 @@ def _summed_chunk(
     symmetry: Symmetry, log_prob: LogProb, values: Mapping[str, Tensor], elements: Element
 ) -> Tensor:
     """One row of log sum exp over a chunk, recomputed in the backward pass rather than kept."""
+    from torch.utils.checkpoint import checkpoint  # with old torch its import adds a warnings filter
+
     sites = list(values)
 
     def row(*tensors: Tensor) -> Tensor:
