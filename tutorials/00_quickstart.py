@@ -98,7 +98,7 @@ print(f"gain, exact I(g; w)      {gain.estimate:9.4f} +- {gain.standard_error:.1
 # %% [markdown]
 # ## Tempered SG-MCMC
 # Four chains of BAOA at temperature 1, the posterior itself. They start from draws of the symmetrised guide,
-# and so apart: each in its own copy of the mode, as chains started anywhere would end up.
+# and so apart: each in a copy of the mode drawn at random.
 
 # %%
 start = guide.sample_posterior(x, sample_shape=(4,))
