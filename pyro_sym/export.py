@@ -24,7 +24,7 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
 from pyro_sym import _arviz
-from pyro_sym.program import init_to_prior
+from pyro_sym.program import in_subsampled_plate, init_to_prior
 from pyro_sym.symmetry.align import Alignment, align
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation
@@ -260,7 +260,7 @@ def _guide_draws(
     """Draws of shape ``(1, num_samples, *shape)``, and the names of the sites in subsampled plates."""
     with _unseen():
         first = _latents(poutine.trace(guide).get_trace(*args, **kwargs))
-    local = [name for name, site in first.items() if _is_subsampled(site)]
+    local = [name for name, site in first.items() if in_subsampled_plate(site["cond_indep_stack"])]
     kept = [name for name in first if name not in local]
     with _unseen():
         if hasattr(guide, "sample_posterior"):
@@ -313,10 +313,6 @@ def _infer(site: Any) -> Mapping[str, Any]:
     return site["infer"] or {}
 
 
-def _is_subsampled(site: Any) -> bool:
-    return any(f.full_size is not None and f.size < f.full_size for f in site["cond_indep_stack"])
-
-
 # The groups
 
 
@@ -363,7 +359,7 @@ def _observed_data(trace: poutine.Trace, draws: Group) -> tuple[Group, list[str]
     """The data as the model saw them, and the names of the sites of which it saw a part only."""
     # At a draw, latent sites are conditioned and thereby "observed" too.
     observed = {name: s for name, s in _stochastic(trace) if s["is_observed"] and name not in draws}
-    left_out = [name for name, site in observed.items() if _is_subsampled(site)]
+    left_out = [name for name, site in observed.items() if in_subsampled_plate(site["cond_indep_stack"])]
     data = {n: torch.as_tensor(site["value"]) for n, site in observed.items() if n not in left_out}
     return data, left_out
 

@@ -8,7 +8,7 @@ subsampled plates in, sums enumerable discrete sites out, and returns plain tens
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-__all__ = ["LatentSite", "Program", "SubsampledPlate", "init_to_prior"]
+__all__ = ["LatentSite", "Program", "SubsampledPlate", "in_subsampled_plate", "init_to_prior"]
 
 Values = Mapping[str, Tensor]
 
@@ -80,6 +80,11 @@ class _GivenIndices(Messenger):
 
 def _is_subsampled(fn: _Subsample) -> bool:
     return fn.subsample_size is not None and fn.subsample_size < fn.size
+
+
+def in_subsampled_plate(frames: Iterable[CondIndepStackFrame]) -> bool:
+    """Whether one of the plates around a site shows a part of its rows only."""
+    return any(frame.full_size is not None and frame.size < frame.full_size for frame in frames)
 
 
 def init_to_prior(site: Any) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from pyro_sym.errors import NoDensityError, SymmetryError
 from pyro_sym.infer.capture import Capture, Draws, InPlates
 from pyro_sym.infer.density import GuideCall, check_local_sites, log_density
-from pyro_sym.infer.units import PairLogProbs, pair_log_probs
+from pyro_sym.infer.units import pair_log_probs
 from pyro_sym.orbit import sequential
 from pyro_sym.orbit.exact import LogProb, enumerated
 from pyro_sym.orbit.importance import uniform, uniform_unbiased
@@ -162,11 +162,15 @@ class AutoSymmetrized(AutoGuide):
         self.num_elements = num_elements
         self.method: str | None = None
         self._layout: _Layout | None = None
-        self._pairs: PairLogProbs | None = None
+        self._by_units = False  # whether the exact average is a permanent
 
     def __setattr__(self, name: str, value: Any) -> None:
         # AutoGuide would become the master of a guide set as its attribute, and make its plates for it.
         PyroModule.__setattr__(self, name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # For the same reason: a copy's base guide has set its own masters by now.
+        super(AutoGuide, self).__setstate__(state)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw from the base guide, and add the log orbit average as a factor.
@@ -183,7 +187,7 @@ class AutoSymmetrized(AutoGuide):
         if not am_i_wrapped():  # called for a draw, not for inference: there is nobody to take the factor
             return values
         draws = captured.draws(layout.native_dims)
-        log_average = self._log_orbit_average(draws, self._log_density(layout, draws, args, kwargs))
+        log_average = self._log_orbit_average(layout, draws, args, kwargs)
         for name, site in captured.sites.items():
             if not site.local:
                 with InPlates(site.frames):
@@ -213,10 +217,10 @@ class AutoSymmetrized(AutoGuide):
         """
         with torch.no_grad():
             layout, draws = self._draw(num_samples, args, kwargs)
-            log_prob = self._log_density(layout, draws, args, kwargs)
-            lower = upper = draws.own - self._log_orbit_average(draws, log_prob)
+            lower = upper = draws.own - self._log_orbit_average(layout, draws, args, kwargs)
             count = max(self.num_elements, 64)
             if self.method == "uniform":
+                log_prob = self._log_density(layout, draws, args, kwargs)
                 upper = draws.own - uniform_unbiased(self.symmetry, log_prob, draws.values, draws.own, count)
             elif self.method == "importance":
                 upper = draws.own - self._log_average_of_units(draws, sequential.importance_unbiased, count)
@@ -291,19 +295,23 @@ class AutoSymmetrized(AutoGuide):
     ) -> LogProb:
         return log_density(self.guide, GuideCall(layout.averaged, args, kwargs, draws.indices))
 
-    def _log_orbit_average(self, draws: Draws, log_prob: LogProb) -> Tensor:
-        if self.method == "uniform":
-            return uniform(self.symmetry, log_prob, draws.values, draws.own, self.num_elements)
+    def _log_orbit_average(
+        self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
         if self.method == "importance":
             return self._log_average_of_units(draws, sequential.importance, self.num_elements)
-        if self._pairs is None:
-            return enumerated(self.symmetry, log_prob, draws.values, draws.own)
-        return self._log_average_of_units(draws, _exact_of_units)
+        if self._by_units:
+            return self._log_average_of_units(draws, _exact_of_units)
+        log_prob = self._log_density(layout, draws, args, kwargs)
+        if self.method == "uniform":
+            return uniform(self.symmetry, log_prob, draws.values, draws.own, self.num_elements)
+        return enumerated(self.symmetry, log_prob, draws.values, draws.own)
 
     def _log_average_of_units(self, draws: Draws, average: Callable[..., Tensor], *settings: int) -> Tensor:
         """The log orbit average, from that of the units: what the group does not move is a common factor."""
-        assert self._pairs is not None
-        pairs, own = self._pairs(draws.values)
+        pair = pair_log_probs(self.guide, self.symmetry)
+        assert pair is not None, "chosen only where the density factorises"
+        pairs, own = pair(draws.values)
         return draws.own - own + average(pairs, *settings)
 
     def _setup(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Layout:
@@ -363,7 +371,7 @@ class AutoSymmetrized(AutoGuide):
         pairs = pair_log_probs(self.guide, self.symmetry)
         few_units = pairs is not None and pairs(_one_draw(values))[0].shape[-1] <= MAX_SIZE
         few_elements = log_order <= math.log(MAX_EXACT_AUTO if self.estimator == "auto" else MAX_EXACT) + 1e-9
-        self._pairs = pairs if few_units or self.estimator != "exact" else None
+        self._by_units = few_units and self.estimator in ("auto", "exact")
         if self.estimator == "auto":
             if few_units or few_elements:
                 return "exact"

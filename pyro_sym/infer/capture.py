@@ -15,6 +15,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_sym.errors import NoDensityError
+from pyro_sym.program import in_subsampled_plate
 
 __all__ = ["Capture", "Captured", "Draws", "InPlates"]
 
@@ -81,7 +82,7 @@ class Capture(Messenger):
             msg["stop"] = True
             return
         frames = tuple(msg["cond_indep_stack"])
-        local = any(f.full_size is not None and f.full_size != f.size for f in frames)
+        local = in_subsampled_plate(frames)
         msg["_captured"] = (frames, local, msg["fn"], msg["infer"])
         if not local:
             msg["infer"] = {**msg["infer"], "is_auxiliary": True, "_do_not_trace": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import pickle
@@ -209,7 +210,7 @@ def test_every_elbo_means_the_same(base: Callable[[Guide], Guide], elbo: ELBO) -
     fit(constrained, guide, steps=60)
     with torch.no_grad():
         layout, draws = guide._draw(100, (Y,), {})
-        log_q = guide._log_orbit_average(draws, guide._log_density(layout, draws, (Y,), {}))
+        log_q = guide._log_orbit_average(layout, draws, (Y,), {})
         log_p = torch.stack(
             [
                 poutine.trace(poutine.condition(constrained, {n: v[i] for n, v in draws.values.items()}))
@@ -432,6 +433,19 @@ def test_parameters_are_saved_and_loaded() -> None:
         assert torch.equal(value, median[name])
     again = pickle.loads(pickle.dumps(guide))
     assert torch.equal(again.median()["locs"], median["locs"])
+
+
+def test_a_copy_has_parameters_of_its_own() -> None:
+    """Also where the average is a permanent, which pairs the slots of the copy, not of the original."""
+    guide = AutoSymmetrizedNormal(locations, SWAP)
+    guide(Y)
+    copies = [pickle.loads(pickle.dumps(guide)), copy.deepcopy(guide)]
+    with torch.no_grad():
+        for parameter in guide.parameters():
+            parameter.add_(1.0)
+    for other in copies:
+        assert other._by_units
+        assert -1e-6 <= other.symmetry_gain(Y, num_samples=50).estimate <= math.log(2) + 1e-6
 
 
 def test_dtype_follows_the_module() -> None:

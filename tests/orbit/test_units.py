@@ -185,10 +185,10 @@ def test_a_mean_field_layer_is_a_permanent(
     monkeypatch.setattr(units, "MAX_DIFFERENCES", limit)
     guide = AutoSymmetrized(AutoNormal(model, init_scale=1.0), symmetry)
     layout, draws = guide._draw(5, (), {})
-    assert guide.method == "exact" and guide._pairs is not None
+    assert guide.method == "exact" and guide._by_units
     log_prob = guide._log_density(layout, draws, (), {})
     values = [
-        guide._log_orbit_average(draws, log_prob),
+        guide._log_orbit_average(layout, draws, (), {}),
         enumerated(symmetry, log_prob, draws.values, draws.own),
     ]
     assert torch.allclose(values[0], values[1], rtol=0, atol=1e-11)
