@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -23,7 +23,8 @@ from pyro_sym.infer.capture import Capture, Draws, InPlates
 from pyro_sym.infer.density import GuideCall, check_local_sites, log_density
 from pyro_sym.infer.units import pair_log_probs
 from pyro_sym.orbit import sequential
-from pyro_sym.orbit.exact import LogProb, enumerated
+from pyro_sym.orbit.bracket import Bracket, bracket
+from pyro_sym.orbit.exact import CHUNK_NUMEL, LogProb, enumerated
 from pyro_sym.orbit.importance import uniform, uniform_unbiased
 from pyro_sym.orbit.permanent import MAX_SIZE, log_permanent
 from pyro_sym.symmetry.base import Symmetry
@@ -45,7 +46,7 @@ class SymmetryGain(NamedTuple):
         upper: mean of an upper bound, at most ``log_order`` in expectation.
         standard_error: of the Monte Carlo means, the larger of the two.
         log_order: ``log |G|``, which the gain can't exceed.
-        method: the estimator used.
+        method: the estimator used, and where a half is not that estimator's own, by what it is.
         num_samples: number of draws of the guide.
     """
 
@@ -211,28 +212,34 @@ class AutoSymmetrized(AutoGuide):
 
         Returns:
             A :class:`SymmetryGain` with a lower bound, an estimate and an upper bound, which agree with the
-            exact estimator. With the importance estimator the estimate is their midpoint. With the uniform
-            one the lower half is at most :math:`\log K`; the upper half, from an unbiased estimate of the
-            density, is the better single figure.
+            exact estimator. With the importance estimator they are the best of sampled and deterministic
+            bounds (:func:`~pyro_sym.orbit.bracket.bracket`), with 64 permutations at least, and the estimate
+            is their midpoint; a draw takes some 20 ms at 64 units and seconds at 512, where fewer draws do.
+            With the uniform one the lower half is at most :math:`\log K`; the upper half, from an unbiased
+            estimate of the density, is the better single figure.
         """
         with torch.no_grad():
             layout, draws = self._draw(num_samples, args, kwargs)
-            lower = upper = draws.own - self._log_orbit_average(layout, draws, args, kwargs)
+            method = str(self.method)
             count = max(self.num_elements, 64)
-            if self.method == "uniform":
+            if method == "importance":
+                own, average = self._bracket_of_units(draws, count)
+                lower, upper = own - average.upper, own - average.lower
+                method += average.note
+            else:
+                lower = upper = draws.own - self._log_orbit_average(layout, draws, args, kwargs)
+            if method == "uniform":
                 log_prob = self._log_density(layout, draws, args, kwargs)
                 upper = draws.own - uniform_unbiased(self.symmetry, log_prob, draws.values, draws.own, count)
-            elif self.method == "importance":
-                upper = draws.own - self._log_average_of_units(draws, sequential.importance_unbiased, count)
         log_order = self.symmetry.log_order(draws.values)
-        bracket = (float(lower.mean()), min(float(upper.mean()), log_order))
+        ends = (float(lower.mean()), min(float(upper.mean()), log_order))
         return SymmetryGain(
-            lower=bracket[0],
-            estimate=sum(bracket) / 2 if self.method == "importance" else bracket[1],
-            upper=bracket[1],
+            lower=ends[0],
+            estimate=sum(ends) / 2 if self.method == "importance" else ends[1],
+            upper=ends[1],
             standard_error=float(torch.stack([lower.std(), upper.std()]).max() / math.sqrt(num_samples)),
             log_order=log_order,
-            method=str(self.method),
+            method=method,
             num_samples=num_samples,
         )
 
@@ -313,6 +320,23 @@ class AutoSymmetrized(AutoGuide):
         assert pair is not None, "chosen only where the density factorises"
         pairs, own = pair(draws.values)
         return draws.own - own + average(pairs, *settings)
+
+    def _bracket_of_units(self, draws: Draws, num_elements: int) -> tuple[Tensor, Bracket]:
+        """The log density of the units of every draw, and the bracket of its average, in chunks of draws."""
+        pair = pair_log_probs(self.guide, self.symmetry)
+        assert pair is not None, "chosen only where the density factorises"
+        n = pair({name: value[:1] for name, value in draws.values.items()})[0].shape[-1]
+        rows = max(1, CHUNK_NUMEL // (n * (n + num_elements)))
+        owns = []
+
+        def chunks() -> Iterator[Tensor]:
+            for start in range(0, len(draws.own), rows):
+                pairs, own = pair({name: v[start : start + rows] for name, v in draws.values.items()})
+                owns.append(own)
+                yield pairs
+
+        average = bracket(chunks(), num_elements)
+        return torch.cat(owns), average
 
     def _setup(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Layout:
         """On the first call: look at the base guide, check the symmetry, choose the estimator."""
