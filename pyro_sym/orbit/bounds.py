@@ -47,6 +47,7 @@ __all__ = ["bethe_lower", "bethe_upper", "capacity_lower", "capacity_upper", "fr
 
 SWEEPS = 100
 TOLERANCE = 1e-10
+FAR = 1e5  # nats; a probability this close to one is one
 
 
 def capacity_lower(log_matrix: Tensor, *, sweeps: int = SWEEPS) -> Tensor:
@@ -69,8 +70,11 @@ def capacity_lower(log_matrix: Tensor, *, sweeps: int = SWEEPS) -> Tensor:
 
 
 def capacity_upper(log_matrix: Tensor, *, sweeps: int = SWEEPS) -> Tensor:
-    r"""An upper bound of the log permanent: the capacity,
-    :math:`\min_v \sum_i \log \sum_j e^{L_{ij} + v_j} - \sum_j v_j`.
+    r"""An upper bound of the log permanent: the capacity.
+
+    .. math::
+
+        \log Z_0 = \min_v \sum_i \log \sum_j e^{L_{ij} + v_j} - \sum_j v_j
 
     Args:
         log_matrix: :math:`L`, of shape ``(*batch, n, n)``.
@@ -150,6 +154,7 @@ def _primal(log_matrix: Tensor, gamma: float, sweeps: int) -> Tensor:
         entropy = torch.special.entr(p) + gamma * torch.special.entr(1 - p)
         linear = torch.where(p > 0, p * exact, 0.0)
         value = (linear + entropy).sum((-2, -1))
+        value = torch.where(value.isnan(), -torch.inf, value)  # a row or column without weight
     return _with_gradient(value, p, log_matrix)
 
 
@@ -201,7 +206,7 @@ def _solve(log_matrix: Tensor, gamma: float, sweeps: int) -> tuple[Tensor, Tenso
 def _log_rest(log_p: Tensor) -> Tensor:
     """log(1 - p) of rows that sum to one, exact too where p is almost one: there it sums the others."""
     top = log_p.argmax(-1, keepdim=True)
-    others = log_p.scatter(-1, top, -torch.inf).logsumexp(-1, keepdim=True)
+    others = log_p.scatter(-1, top, -torch.inf).logsumexp(-1, keepdim=True).clamp_min(-FAR)
     return torch.log1p(-log_p.exp().clamp(max=0.75)).scatter(-1, top, others)
 
 

@@ -162,7 +162,10 @@ def _propose(log_matrix: Tensor, num_elements: int, with_identity: bool) -> tupl
         assignments.scatter_(-1, slot[:, None, None].expand(-1, num_elements, 1), chosen)
         free.scatter_(-1, chosen, 0.0)
         if step < n - 1:
-            left = rows[:, step + 1 :]
-            row_sums = scales.scatter_(-1, chosen, 0.0) @ left.mT
-            scales = free / (row_sums.reciprocal_() @ left)
+            scales = _rescale(rows[:, step + 1 :], scales.scatter_(-1, chosen, 0.0), free)
     return assignments, log_proposals
+
+
+def _rescale(left: Tensor, scales: Tensor, free: Tensor) -> Tensor:
+    """One sweep over the rows left, (P, r, n), and the columns that are free, (P, K, n)."""
+    return free / ((scales @ left.mT).reciprocal_() @ left)

@@ -1,10 +1,8 @@
-"""Permanents, the guided bound on them, and guides whose density is one."""
+"""The guided bound on permanents, and guides whose density is one."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from fractions import Fraction
 from typing import Any
 
 import pyro
@@ -22,16 +20,10 @@ from pyro_sym.infer.units import pair_log_probs
 from pyro_sym.orbit import sequential
 from pyro_sym.orbit.exact import enumerated
 from pyro_sym.orbit.permanent import log_permanent
-from pyro_sym.orbit.sequential import importance, importance_unbiased, sinkhorn
+from pyro_sym.orbit.sequential import importance, importance_bracket, importance_unbiased, sinkhorn
 from tests.conftest import Z_LIMIT
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def brute_force(log_matrix: Tensor) -> Tensor:
-    n = log_matrix.shape[-1]
-    rows = [log_matrix[..., range(n), list(p)].sum(-1) for p in itertools.permutations(range(n))]
-    return torch.stack(rows).logsumexp(0)
 
 
 def gaussian_pairs(n: int, separation: float, draws: int) -> Tensor:
@@ -43,56 +35,6 @@ def gaussian_pairs(n: int, separation: float, draws: int) -> Tensor:
 
 def gain(pairs: Tensor, log_average: Tensor) -> Tensor:
     return pairs.diagonal(dim1=-2, dim2=-1).sum(-1) - log_average
-
-
-@pytest.mark.parametrize("n", range(1, 9))
-def test_the_dynamic_programme_equals_enumeration(n: int) -> None:
-    matrices = 4 * torch.randn(3, n, n)
-    assert torch.allclose(log_permanent(matrices), brute_force(matrices), rtol=1e-12, atol=1e-12)
-
-
-def test_wide_ranges_against_exact_rational_arithmetic() -> None:
-    """Entries of lognormal spread 30, as fractions: the same recursion without any rounding."""
-    n = 12
-    log_matrix = 30 * torch.randn(n, n)
-    exact = [[Fraction(x) for x in row] for row in log_matrix.exp().tolist()]
-    layer = {0: Fraction(1)}
-    for row in range(n):
-        following: dict[int, Fraction] = {}
-        for subset, value in layer.items():
-            for j in range(n):
-                if not subset >> j & 1:
-                    key = subset | 1 << j
-                    following[key] = following.get(key, Fraction(0)) + exact[row][j] * value
-        layer = following
-    (total,) = layer.values()
-    expected = math.log(total.numerator) - math.log(total.denominator)
-    assert float(log_permanent(log_matrix.exp().log())) == pytest.approx(expected, rel=1e-12)
-
-
-def test_extreme_and_empty_entries_stay_finite() -> None:
-    log_matrix = torch.tensor([[690.0, -690.0, -torch.inf], [-690.0, 690.0, 0.0], [-torch.inf, 0.0, 690.0]])
-    log_matrix.requires_grad_()
-    value = log_permanent(log_matrix)
-    (marginals,) = torch.autograd.grad(value, log_matrix)
-    assert torch.allclose(value, torch.tensor(2070.0))
-    assert torch.allclose(marginals, torch.eye(3))
-    assert log_permanent(torch.full((2, 2), -torch.inf)) == -torch.inf
-
-
-def test_the_gradient_is_the_marginals() -> None:
-    log_matrix = torch.randn(5, 5, requires_grad=True)
-    assert torch.autograd.gradcheck(log_permanent, log_matrix)
-    (marginals,) = torch.autograd.grad(log_permanent(log_matrix), log_matrix)
-    assert torch.allclose(marginals.sum(0), torch.ones(5))
-    assert torch.allclose(marginals.sum(1), torch.ones(5))
-
-
-def test_what_is_no_permanent_is_refused() -> None:
-    with pytest.raises(ValueError, match="square"):
-        log_permanent(torch.zeros(2, 3))
-    with pytest.raises(ValueError, match=r"max_size=15, or use the importance"):
-        log_permanent(torch.zeros(15, 15))
 
 
 SETTINGS = [(n, s) for n in (4, 8, 10) for s in (0.3, 0.7, 1.0, 2.0)]
@@ -139,6 +81,32 @@ def test_the_bound_is_tight_where_uniform_elements_saturate(count: int, allowed:
         bound = gain(pairs, importance(pairs, count)).mean()
     assert exact > 12.0 > math.log(64)
     assert exact - bound < allowed
+
+
+def test_both_halves_share_their_permutations() -> None:
+    with torch.no_grad():
+        pairs = gaussian_pairs(8, 1.0, 400)
+        truth = log_permanent(pairs) - math.lgamma(9)
+        below, above = (half - truth for half in importance_bracket(pairs, 4))
+    assert above.mean() > -Z_LIMIT * above.std() / 20
+    assert below.mean() < Z_LIMIT * below.std() / 20
+
+
+@pytest.mark.parametrize(("n", "separation", "allowed"), [(64, 1.0, 0.5), (64, 2.0, 1.0), (128, 2.0, 3.0)])
+def test_looking_ahead_brackets_many_units(n: int, separation: float, allowed: float) -> None:
+    """Without it the same number of permutations leaves 2 to 25 nats, and the control says so."""
+    with torch.no_grad():
+        pairs = gaussian_pairs(n, separation, 4)
+        below, above = importance_bracket(pairs, 32)
+    assert abs(above.mean() - below.mean()) < allowed
+
+
+def test_without_looking_ahead_the_bracket_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: scales that stay those of the whole matrix."""
+    monkeypatch.setattr(sequential, "_rescale", lambda left, scales, free: free.clone())
+    with torch.no_grad():
+        below, above = importance_bracket(gaussian_pairs(128, 2.0, 4), 32)
+    assert above.mean() - below.mean() > 10
 
 
 @pytest.mark.parametrize(("count", "allowed"), [(8, 0.25), (64, 0.05)])
