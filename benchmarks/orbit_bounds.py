@@ -58,6 +58,7 @@ def methods(n: int, num_elements: int) -> dict[str, Halves]:
 
 
 def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
