@@ -326,7 +326,7 @@ class AutoSymmetrized(AutoGuide):
         pair = pair_log_probs(self.guide, self.symmetry)
         assert pair is not None, "chosen only where the density factorises"
         n = pair({name: value[:1] for name, value in draws.values.items()})[0].shape[-1]
-        rows = max(1, CHUNK_NUMEL // (n * (n + num_elements)))
+        rows = max(1, CHUNK_NUMEL // (2 * n * (n + num_elements)))
         owns = []
 
         def chunks() -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from pyro_sym.orbit.sequential import importance_bracket
 __all__ = ["Bracket", "bracket"]
 
 # Sampled halves that are closer than this, in nats, are not worth the time of deterministic ones.
-CLOSE = 1.0
+CLOSE = 3.0
 
 
 class Bracket(NamedTuple):
@@ -46,7 +46,7 @@ def bracket(pairs: Iterable[Tensor], num_elements: int) -> Bracket:
     r"""Bound the log orbit average from both sides.
 
     The sampled halves are :func:`~pyro_sym.orbit.sequential.importance_bracket`. Where those of the first
-    chunk leave more than a nat between them, the deterministic ones of :mod:`pyro_sym.orbit.bounds` are
+    chunk leave more than three nats between them, the deterministic ones of :mod:`pyro_sym.orbit.bounds` are
     computed too, the best for each matrix. Sampled halves are bounds in expectation only, so that one and the
     other are compared by their means, never draw by draw: the larger of a bound in expectation and another
     bound is none.
