@@ -20,8 +20,9 @@ from torch import Tensor
 
 from pyro_sym.errors import NoDensityError, SymmetryError
 from pyro_sym.infer.capture import Capture, Draws, InPlates
+from pyro_sym.infer.certificate import Certificate, certificate
 from pyro_sym.infer.density import GuideCall, check_local_sites, log_density
-from pyro_sym.infer.units import pair_log_probs
+from pyro_sym.infer.units import normals_of, pair_log_probs
 from pyro_sym.orbit import sequential
 from pyro_sym.orbit.exact import LogProb, enumerated
 from pyro_sym.orbit.importance import uniform, uniform_unbiased
@@ -149,6 +150,7 @@ class AutoSymmetrized(AutoGuide):
         *,
         estimator: Estimator = "auto",
         num_elements: int = 16,
+        tolerance: float | None = 1e-6,
         model: Callable[..., Any] | None = None,
     ) -> None:
         if estimator not in get_args(Estimator):
@@ -160,8 +162,10 @@ class AutoSymmetrized(AutoGuide):
         self.symmetry = symmetry
         self.estimator = estimator
         self.num_elements = num_elements
+        self.tolerance = tolerance
         self.method: str | None = None
         self._layout: _Layout | None = None
+        self._certificate: Certificate | None = None
         self._by_units = False  # whether the exact average is a permanent
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -187,7 +191,9 @@ class AutoSymmetrized(AutoGuide):
         if not am_i_wrapped():  # called for a draw, not for inference: there is nobody to take the factor
             return values
         draws = captured.draws(layout.native_dims)
-        log_average = self._log_orbit_average(layout, draws, args, kwargs)
+        log_average = self._certified_average(captured, draws)
+        if log_average is None:
+            log_average = self._log_orbit_average(layout, draws, args, kwargs)
         for name, site in captured.sites.items():
             if not site.local:
                 with InPlates(site.frames):
@@ -295,6 +301,13 @@ class AutoSymmetrized(AutoGuide):
     ) -> LogProb:
         return log_density(self.guide, GuideCall(layout.averaged, args, kwargs, draws.indices))
 
+    def _certified_average(self, captured: Capture, draws: Draws) -> Tensor | None:
+        """The log orbit average up to the tolerance, where the units lie so far apart that it is known."""
+        if self._certificate is None:
+            return None
+        bound = self._certificate.bound(normals_of(captured.auxiliary, self._certificate.axes))
+        return None if bound is None else draws.own - self.symmetry.log_order(draws.values) + bound
+
     def _log_orbit_average(
         self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
@@ -327,6 +340,7 @@ class AutoSymmetrized(AutoGuide):
                 self._try_density(layout, captured.draws(layout.native_dims), args, kwargs)
             self._check_symmetry(args, kwargs)
             self.method = self._choose(values)
+            self._certificate = certificate(self.guide, self.symmetry, self.tolerance)
             self._layout = layout
         return self._layout
 

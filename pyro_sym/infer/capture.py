@@ -66,6 +66,7 @@ class Capture(Messenger):
         # An effect-based autoguide runs the model, whose observed sites are no business of the guide's trace.
         self.runs_model = isinstance(guide, GuideMessenger)
         self.sites: dict[str, Captured] = {}
+        self.auxiliary: dict[str, Any] = {}  # site -> its distribution, as the guide stated it
         self.log_probs: list[Tensor] = []
         self.indices: dict[str, Tensor] = {}
         self.outer: dict[int, int] = {}  # dim of a plate outside of the guide -> its size
@@ -98,7 +99,9 @@ class Capture(Messenger):
         msg["infer"] = infer
         if not local:
             self.log_probs.append(msg["fn"].log_prob(msg["value"]))
-        if not infer.get("is_auxiliary"):
+        if infer.get("is_auxiliary"):
+            self.auxiliary[msg["name"]] = fn
+        else:
             self.sites[msg["name"]] = Captured(msg["value"], fn, frames, local)
         inside = {f.name for f in frames}
         self.outer.update(

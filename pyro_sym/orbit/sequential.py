@@ -78,7 +78,7 @@ def importance_unbiased(log_matrix: Tensor, num_elements: int) -> Tensor:
 
 
 def sinkhorn(log_matrix: Tensor, sweeps: int = SWEEPS) -> Tensor:
-    r"""Scale rows and columns of :math:`e^L` towards sums of one, in log space.
+    r"""Scale rows and columns of :math:`e^L` towards sums of one.
 
     Args:
         log_matrix: :math:`L`, of shape ``(*batch, n, n)``.
@@ -87,46 +87,109 @@ def sinkhorn(log_matrix: Tensor, sweeps: int = SWEEPS) -> Tensor:
     Returns:
         :math:`\log B`, of the same shape; columns sum to one.
     """
+    # Afterwards all entries are at most 0 and every row and every column has a 0: no sum is empty.
+    log_matrix = log_matrix - log_matrix.amax(-1, keepdim=True)
+    log_matrix = log_matrix - log_matrix.amax(-2, keepdim=True)
+    matrix = log_matrix.exp()
+    transposed = matrix.mT.contiguous()
+    columns = torch.ones_like(matrix[..., :1])
+    rows = columns
     for _ in range(sweeps):
-        log_matrix = log_matrix - log_matrix.logsumexp(-1, keepdim=True)
-        log_matrix = log_matrix - log_matrix.logsumexp(-2, keepdim=True)
-    return log_matrix
+        rows = (matrix @ columns).reciprocal()
+        columns = (transposed @ rows).reciprocal()
+    return log_matrix + rows.log() + columns.log().mT
+
+
+def propose(
+    log_matrix: Tensor, num_elements: int, identity: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    r"""Draw permutations slot by slot, as :func:`importance` describes.
+
+    Args:
+        log_matrix: :math:`L`, of shape ``(B, n, n)``; no gradient flows.
+        num_elements: :math:`K`.
+        identity: of shape ``(B, K)``; where it is true, the identity stands instead of a draw.
+
+    Returns:
+        The unit of every slot, of shape ``(B, K, n)``, and the log probabilities
+        :math:`\log \tau`, of shape ``(B, K)``, in double precision.
+
+    Example:
+        >>> assignments, log_proposals = propose(torch.zeros(1, 3, 3), 4)
+        >>> assignments.shape, log_proposals.shape
+        (torch.Size([1, 4, 3]), torch.Size([1, 4]))
+    """
+    with torch.no_grad():
+        n = log_matrix.shape[-1]
+        order, odds = _odds(log_matrix.detach().double())
+        chosen, totals = _draw(odds, num_elements)
+        left = torch.arange(n, 0, -1, dtype=odds.dtype, device=odds.device)[:, None, None]
+        scale = 1 - UNIFORM / n
+        odds_chosen = odds.squeeze(2).gather(-1, chosen)
+        log_proposals = (scale * odds_chosen / totals + UNIFORM / n / left).log().sum(0)
+        slots = order.T.unsqueeze(-1).expand_as(chosen)
+        assignments = torch.empty_like(chosen).scatter_(0, slots, chosen).permute(1, 2, 0)
+        if identity is not None:
+            own, total = _odds_of_identity(order, odds)
+            log_own = (scale * own / total + UNIFORM / n / left.squeeze(-1)).log().sum(0)
+            assignments = torch.where(identity.unsqueeze(-1), torch.arange(n, device=odds.device), assignments)
+            log_proposals = torch.where(identity, log_own.unsqueeze(-1), log_proposals)
+    return assignments, log_proposals
+
+
+def _odds(log_matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The order of the slots, (B, n), and in this order the odds of all units, (n, B, 1, n)."""
+    balanced = sinkhorn(log_matrix).exp_().clamp_(max=1 - 1e-9)
+    confidence, order = balanced.amax(-1).sort(-1, descending=True)
+    odds = balanced.div_(1 - balanced)
+    odds = odds.gather(-2, order.unsqueeze(-1).expand_as(odds))
+    best = confidence / (1 - confidence)
+    # Of units that are far from all of a slot's favourites, each stays possible.
+    odds = odds.div_(best.unsqueeze(-1)).clamp_(min=1e-200)
+    return order, odds.transpose(0, 1).contiguous().unsqueeze(2)
+
+
+def _draw(odds: Tensor, num_elements: int) -> tuple[Tensor, Tensor]:
+    """The units chosen and the odds of all units that were free, step by step: both of shape (n, B, K)."""
+    n, batch, _, _ = odds.shape
+    free = odds.new_ones(batch, num_elements, n)
+    weights, cumulative = torch.empty_like(free), torch.empty_like(free)
+    total = cumulative[..., -1:]
+    uniforms = torch.rand_like(odds[..., :1].expand(-1, -1, num_elements, -1)).clamp_(1e-12, 1 - 1e-12)
+    levels = torch.empty_like(uniforms)
+    chosen = torch.empty_like(uniforms, dtype=torch.long)
+    # A choice in n / UNIFORM is uniform among the free units: rare, so it is not in every step's way.
+    astray = torch.rand_like(uniforms) < UNIFORM / n
+    any_astray = astray.flatten(1).any(-1).tolist()
+    steps = zip(odds.unbind(), uniforms.unbind(), levels.unbind(), chosen.unbind(), strict=True)
+    for step, (odds_, uniform, level, unit) in enumerate(steps):
+        torch.mul(odds_, free, out=weights)
+        torch.cumsum(weights, -1, out=cumulative)
+        torch.mul(total, uniform, out=level)
+        torch.searchsorted(cumulative, level, right=True, out=unit)
+        if any_astray[step]:
+            torch.cumsum(free, -1, out=cumulative)
+            other = torch.searchsorted(cumulative, total * uniform, right=True)
+            torch.where(astray[step], other, unit, out=unit)
+        free.scatter_(-1, unit, 0.0)
+    return chosen.squeeze(-1), (levels / uniforms).squeeze(-1)
+
+
+def _odds_of_identity(order: Tensor, odds: Tensor) -> tuple[Tensor, Tensor]:
+    """The odds of each slot's own unit, and of all that are free if all slots before got theirs: (n, B)."""
+    by_step = odds.squeeze(2).gather(-1, order.expand(len(odds), -1, -1))  # units in the order of slots
+    return by_step.diagonal(dim1=0, dim2=2).T, by_step.transpose(0, 1).triu().sum(-1).T
 
 
 def _average(log_matrix: Tensor, num_elements: int, with_identity: bool) -> Tensor:
     draws, n, _ = log_matrix.shape
-    with torch.no_grad():
-        assignments, log_proposals = _propose(log_matrix.detach().double(), num_elements, with_identity)
+    identity = None
+    if with_identity:
+        identity = torch.zeros(draws, num_elements, dtype=torch.bool, device=log_matrix.device)
+        identity[:, 0] = True
+    assignments, log_proposals = propose(log_matrix, num_elements, identity)
     row = torch.arange(draws, device=log_matrix.device)[:, None, None]
     slot = torch.arange(n, device=log_matrix.device)
     scores = log_matrix[row, slot, assignments].sum(-1)  # shape: (P, K)
     average = (scores - log_proposals.to(scores.dtype)).logsumexp(-1)
     return average - math.log(num_elements) - math.lgamma(n + 1)
-
-
-def _propose(log_matrix: Tensor, num_elements: int, with_identity: bool) -> tuple[Tensor, Tensor]:
-    """Units by slot, (P, K, n), and their log probabilities, (P, K); the identity may be the first."""
-    draws, n, _ = log_matrix.shape
-    balanced = sinkhorn(log_matrix).exp().clamp(max=1 - 1e-9)
-    odds = balanced / (1 - balanced)
-    odds = odds / odds.amax(-1, keepdim=True)
-    order = balanced.amax(-1).argsort(-1, descending=True)  # shape: (P, n), slots
-    every = torch.arange(draws, device=log_matrix.device)
-    free = log_matrix.new_ones(draws, num_elements, n)
-    assignments = torch.empty(draws, num_elements, n, dtype=torch.long, device=log_matrix.device)
-    log_proposals = log_matrix.new_zeros(draws, num_elements)
-    uniforms = torch.rand(n, draws, num_elements, 1, dtype=log_matrix.dtype, device=log_matrix.device)
-    for step in range(n):
-        slot = order[:, step]
-        weights = odds[every, slot].unsqueeze(1) * free
-        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-280)
-        cumulative = weights.mul_(1 - UNIFORM / n).add_(free, alpha=UNIFORM / n / (n - step)).cumsum(-1)
-        total = cumulative[..., -1:]
-        unit = (cumulative <= uniforms[step] * total).sum(-1)  # shape: (P, K)
-        if with_identity:
-            unit[:, 0] = slot
-        chosen = unit.unsqueeze(-1)
-        log_proposals += (weights.gather(-1, chosen) / total).squeeze(-1).log()
-        free.scatter_(-1, chosen, 0.0)
-        assignments.scatter_(-1, slot[:, None, None].expand(-1, num_elements, 1), chosen)
-    return assignments, log_proposals
