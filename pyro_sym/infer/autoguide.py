@@ -197,7 +197,8 @@ class AutoSymmetrized(AutoGuide):
         for name, site in captured.sites.items():
             if not site.local:
                 with InPlates(site.frames):
-                    pyro.sample(name, dist.Delta(site.value, event_dim=site.fn.event_dim))
+                    # Masked, as the density of a point mass is a constant that need not be computed.
+                    pyro.sample(name, dist.Delta(site.value, event_dim=site.fn.event_dim).mask(False))
         pyro.factor(
             f"_{self._pyro_name}_log_density", log_average.reshape(captured.outer_shape), has_rsample=True
         )

@@ -117,6 +117,9 @@ class Capture(Messenger):
         Returns:
             The draws, with their density.
         """
+        if not self.outer:  # one draw, as in most steps of most programs: the same with less ado
+            own = torch.stack([log_prob.sum() for log_prob in self.log_probs]).sum(0, keepdim=True)
+            return Draws({name: s.value.unsqueeze(0) for name, s in self.sites.items()}, own, self.indices)
         count = math.prod(self.outer.values())
         values = {}
         for name, site in self.sites.items():
