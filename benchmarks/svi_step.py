@@ -75,9 +75,7 @@ def wine(components: int) -> tuple[Model, Symmetry, Callable[[], tuple[Any, ...]
             locs = pyro.sample("locs", dist.Normal(torch.zeros(features), 2.0).to_event(1))
             scales = pyro.sample("scales", dist.LogNormal(torch.zeros(features), 0.5).to_event(1))
         with pyro.plate("bottle", len(x)):
-            mixture = dist.MixtureSameFamily(
-                dist.Categorical(weights), dist.Normal(locs, scales).to_event(1)
-            )
+            mixture = dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, scales).to_event(1))
             pyro.sample("x", mixture, obs=x)
 
     symmetry = Permutation({"weights": -1, "locs": -2, "scales": -2})

@@ -103,6 +103,12 @@ class AutoSymmetrized(AutoGuide):
     * ``"auto"`` is exact where the density factorises over up to 14 units, importance above that; otherwise
       exact up to 1,000 elements and uniform above. :attr:`method` says what was chosen.
 
+    Where the units of a mean-field guide on one permutation lie far apart,
+    :math:`\log q^G(\omega) = \log q(\omega) - \log |G|` up to an error that is bounded without computing the
+    average, whatever the estimator: if the bound is within ``tolerance``, that value plus the bound is taken
+    in training, which keeps the ELBO a lower bound
+    (:class:`~pyro_sym.infer.certificate.Certificate` has the argument).
+
     In training :math:`\omega` is drawn from :math:`q`; by invariance that changes no expectation.
     :meth:`sample_posterior` draws from :math:`q^G`. :meth:`median` and :meth:`quantiles` are the base
     guide's: they speak of one representative of the orbit.
@@ -117,11 +123,13 @@ class AutoSymmetrized(AutoGuide):
         symmetry: the group; its sites must be latent sites of the guide.
         estimator: how the orbit average is computed.
         num_elements: :math:`K`, the identity included, for ``"importance"`` and ``"uniform"``.
+        tolerance: the largest error, in nats and in the mean over draws, at which the average is left out; 0
+            or ``None`` to compute it in every step.
         model: the model, for guides that don't carry theirs; without it the symmetry can't be checked, and a
             warning says so.
 
     Raises:
-        ValueError: for an unknown estimator or ``num_elements < 2``.
+        ValueError: for an unknown estimator, ``num_elements < 2`` or a negative tolerance.
         SymmetryError: on the first call, if the model is not invariant, a site is unknown, sizes disagree, or
             the group is too large for ``"exact"``.
         NoDensityError: on the first call, if the guide has no density that can be evaluated.
@@ -157,6 +165,8 @@ class AutoSymmetrized(AutoGuide):
             raise ValueError(f"estimator={estimator!r} is none of {get_args(Estimator)}")
         if num_elements < 2:
             raise ValueError(f"num_elements={num_elements} must be at least 2: the identity and one more")
+        if tolerance is not None and not tolerance >= 0:
+            raise ValueError(f"tolerance={tolerance} must be a number of nats, at least 0, or None")
         super().__init__(model if model is not None else getattr(guide, "model", None))
         self.guide = guide
         self.symmetry = symmetry
@@ -426,6 +436,7 @@ class AutoSymmetrizedNormal(AutoSymmetrized):
         create_plates: a function of the model's arguments that makes its subsampled plates.
         estimator: as for :class:`AutoSymmetrized`.
         num_elements: as for :class:`AutoSymmetrized`.
+        tolerance: as for :class:`AutoSymmetrized`.
 
     Raises:
         ValueError: as :class:`AutoSymmetrized` does, here and on the first call.
@@ -448,6 +459,7 @@ class AutoSymmetrizedNormal(AutoSymmetrized):
         create_plates: Callable[..., Any] | None = None,
         estimator: Estimator = "auto",
         num_elements: int = 16,
+        tolerance: float | None = 1e-6,
     ) -> None:
         guide = AutoNormal(model, init_loc_fn=init_loc_fn, init_scale=init_scale, create_plates=create_plates)
-        super().__init__(guide, symmetry, estimator=estimator, num_elements=num_elements)
+        super().__init__(guide, symmetry, estimator=estimator, num_elements=num_elements, tolerance=tolerance)

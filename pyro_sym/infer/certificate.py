@@ -144,9 +144,7 @@ class Certificate:
         return math.expm1(min(anchor.num_pairs * math.exp(-(max(distance, 0.0) ** 2) / 8), 700.0))
 
 
-def certificate(
-    guide: Callable[..., Any], symmetry: Symmetry, tolerance: float | None
-) -> Certificate | None:
+def certificate(guide: Callable[..., Any], symmetry: Symmetry, tolerance: float | None) -> Certificate | None:
     """The certificate for a guide that has been run once, where its density is of the kind that has one.
 
     Args:

@@ -80,7 +80,9 @@ def pair_log_probs(guide: Callable[..., Any], symmetry: Symmetry) -> PairLogProb
             free = transforms[name].inv(value)
             log_det = transforms[name].log_abs_det_jacobian(free, value)
             points = rows_of_units(free, axis, batch=1)
-            jacobian = rows_of_units(log_det, axis, batch=1).sum(-1).unsqueeze(-2)  # shape: (P, 1, n), of the unit
+            jacobian = (
+                rows_of_units(log_det, axis, batch=1).sum(-1).unsqueeze(-2)
+            )  # shape: (P, 1, n), of the unit
             total = total + _normal_pairs(loc, scale, points) - jacobian
             if units.signed:
                 flipped = flipped + _normal_pairs(loc, scale, -points)

@@ -100,9 +100,7 @@ def sinkhorn(log_matrix: Tensor, sweeps: int = SWEEPS) -> Tensor:
     return log_matrix + rows.log() + columns.log().mT
 
 
-def propose(
-    log_matrix: Tensor, num_elements: int, identity: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def propose(log_matrix: Tensor, num_elements: int, identity: Tensor | None = None) -> tuple[Tensor, Tensor]:
     r"""Draw permutations slot by slot, as :func:`importance` describes.
 
     Args:
@@ -132,7 +130,9 @@ def propose(
         if identity is not None:
             own, total = _odds_of_identity(order, odds)
             log_own = (scale * own / total + UNIFORM / n / left.squeeze(-1)).log().sum(0)
-            assignments = torch.where(identity.unsqueeze(-1), torch.arange(n, device=odds.device), assignments)
+            assignments = torch.where(
+                identity.unsqueeze(-1), torch.arange(n, device=odds.device), assignments
+            )
             log_proposals = torch.where(identity, log_own.unsqueeze(-1), log_proposals)
     return assignments, log_proposals
 
