@@ -85,6 +85,8 @@ def _time(step: Callable[[], Any], block: int) -> tuple[float, float]:
 
 def show(rows: list[Ratio]) -> None:
     """Print one line a case."""
+    if not rows:
+        return
     width = max(len(row.case) for row in rows)
     print(f"{'case':{width}}  {'ours ms':>8} {'peer ms':>8} {'ratio':>6} {'iqr':>5} {'wall':>6}")
     for row in rows:

@@ -44,7 +44,7 @@ class _Anchor:
 
 
 class Certificate:
-    r"""A bound on what is lost by taking :math:`q / |G|` for the orbit average :math:`q^G` of a mean-field guide.
+    r"""A bound on what is lost by taking :math:`q / |G|` for a mean-field guide's average :math:`q^G`.
 
     With :math:`\log(1 + x) \le \sqrt x` and :math:`\sqrt{x + y} \le \sqrt x + \sqrt y`, the mean over draws
     :math:`\omega \sim q` is bounded by Bhattacharyya coefficients, which no map of single coordinates

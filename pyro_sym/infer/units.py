@@ -21,7 +21,7 @@ __all__ = ["Normals", "PairLogProbs", "normals_of", "pair_log_probs", "rows_of_u
 
 PairLogProbs = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 Normals = Mapping[str, tuple[Tensor, Tensor]]
-"""Location and scale of an ``AutoNormal``'s sites on the unconstrained line, each of the site's shape there."""
+"""Location and scale of an ``AutoNormal``'s sites on the unconstrained line."""
 
 # Above this many entries the squared distances are expanded into matrix products.
 MAX_DIFFERENCES = 2**22

@@ -301,5 +301,5 @@ def test_what_has_no_certificate() -> None:
     dense = AutoMultivariateNormal(tanh_layer)
     dense()
     assert certificate(dense, permutation, 1e-6) is None
-    with pytest.raises(ValueError, match="tolerance=-1.0"):
+    with pytest.raises(ValueError, match=r"tolerance=-1\.0"):
         AutoSymmetrized(base, permutation, tolerance=-1.0)
