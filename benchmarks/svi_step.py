@@ -129,12 +129,12 @@ def case(name: str, setting: tuple[Any, ...], *, warm_up: int, seconds: float, l
 
 
 CASES: dict[str, Callable[[float], Ratio]] = {
-    "digits h=30": lambda s: case("digits h=30", digits(30), warm_up=300, seconds=s, lr=1e-3),
-    "digits h=128": lambda s: case("digits h=128", digits(128), warm_up=200, seconds=s, lr=1e-3),
-    "digits h=512": lambda s: case("digits h=512", digits(512), warm_up=60, seconds=2 * s, lr=1e-3),
-    "wine K=3": lambda s: case("wine K=3", wine(3), warm_up=1000, seconds=s, lr=0.03),
-    "wine K=10": lambda s: case("wine K=10", wine(10), warm_up=1000, seconds=s, lr=0.03),
-    "curve": lambda s: case("curve", curve(), warm_up=500, seconds=s, lr=1e-2),
+    "digits h=30": lambda s: case("digits h=30", digits(30), warm_up=100, seconds=s, lr=1e-3),
+    "digits h=128": lambda s: case("digits h=128", digits(128), warm_up=100, seconds=s, lr=1e-3),
+    "digits h=512": lambda s: case("digits h=512", digits(512), warm_up=30, seconds=2 * s, lr=1e-3),
+    "wine K=3": lambda s: case("wine K=3", wine(3), warm_up=300, seconds=s, lr=0.03),
+    "wine K=10": lambda s: case("wine K=10", wine(10), warm_up=300, seconds=s, lr=0.03),
+    "curve": lambda s: case("curve", curve(), warm_up=200, seconds=s, lr=1e-2),
 }
 
 
@@ -169,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to keep the figures")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
-    parser.add_argument("--seconds", type=float, default=6.0, help="for each case")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each case")
     parser.add_argument("--peak", choices=["ours", "plain"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)

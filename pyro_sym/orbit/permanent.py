@@ -7,7 +7,7 @@ pairs every slot with every unit (:mod:`pyro_sym.infer.units`).
 from __future__ import annotations
 
 from functools import cache
-from itertools import combinations
+from itertools import combinations, permutations
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 __all__ = ["MAX_SIZE", "log_permanent"]
 
 MAX_SIZE = 14
+FEW = 5  # up to here it is faster to list the permutations
 
 
 def log_permanent(log_matrix: Tensor, *, max_size: int = MAX_SIZE) -> Tensor:
@@ -27,8 +28,9 @@ def log_permanent(log_matrix: Tensor, *, max_size: int = MAX_SIZE) -> Tensor:
         \operatorname{perm}(A) = \sum_\pi \prod_i A_{i \pi(i)} = P(\{1, \dots, n\}), \qquad
         P(\emptyset) = 1, \quad P(S) = \sum_{j \in S} A_{|S| j}\, P(S \setminus j),
 
-    takes :math:`n 2^{n-1}` steps, and as all of them add positive numbers, it loses no digits. Its derivative
-    in :math:`L_{ij}` is the probability that slot :math:`i` holds unit :math:`j`.
+    takes :math:`n 2^{n-1}` steps; up to five units, the permutations are listed. As all steps add positive
+    numbers, no digits are lost. The derivative in :math:`L_{ij}` is the probability that slot :math:`i` holds
+    unit :math:`j`.
 
     Args:
         log_matrix: :math:`L`, of shape ``(*batch, n, n)``; entries of minus infinity are zeros of :math:`A`.
@@ -55,12 +57,26 @@ def log_permanent(log_matrix: Tensor, *, max_size: int = MAX_SIZE) -> Tensor:
     # A finite stand-in for log 0, so that no gradient is infinity minus infinity.
     floor = torch.finfo(log_matrix.dtype).min / (4 * n + 4)
     safe = log_matrix.clamp(min=floor)
-    layer = log_matrix.new_zeros(*log_matrix.shape[:-2], 1)
-    for row, (columns, without) in enumerate(_layers(n)):
-        terms = safe[..., row, :][..., columns.to(safe.device)] + layer[..., without.to(safe.device)]
-        layer = terms.logsumexp(-1)
-    result = layer.squeeze(-1)
+    if n <= FEW:
+        result = safe.flatten(-2)[..., _permutations(n).to(safe.device)].sum(-1).logsumexp(-1)
+    else:
+        layer = log_matrix.new_zeros(*log_matrix.shape[:-2], 1)
+        for row, (columns, without) in zip(safe.unbind(-2), _layers(n), strict=True):
+            terms = _take(row, columns.to(safe.device)) + _take(layer, without.to(safe.device))
+            layer = terms.logsumexp(-1)
+        result = layer.squeeze(-1)
     return torch.where(result > floor / 2, result, -torch.inf)
+
+
+def _take(tensor: Tensor, at: Tensor) -> Tensor:
+    """``tensor[..., at]``, whose gradient is faster this way."""
+    return tensor.index_select(-1, at.flatten()).unflatten(-1, at.shape)
+
+
+@cache
+def _permutations(n: int) -> Tensor:
+    """The entries of a flattened matrix that each permutation picks, of shape (n!, n)."""
+    return torch.tensor([[n * i + j for i, j in enumerate(p)] for p in permutations(range(n))])
 
 
 @cache

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["importance", "importance_unbiased", "sinkhorn"]
+__all__ = ["importance", "importance_unbiased", "propose", "sinkhorn"]
 
 # Mixed into the choices of one permutation, all together: it bounds the weights, at a cost of as many nats.
 UNIFORM = 0.01
