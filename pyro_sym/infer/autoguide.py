@@ -106,7 +106,7 @@ class AutoSymmetrized(AutoGuide):
     Where the units of a mean-field guide on one permutation lie far apart,
     :math:`\log q^G(\omega) = \log q(\omega) - \log |G|` up to an error that is bounded without computing the
     average, whatever the estimator: if the bound is within ``tolerance``, that value plus the bound is taken
-    in training, which keeps the ELBO a lower bound
+    in training, with the gradient of the plain guide, which keeps the ELBO a lower bound
     (:class:`~pyro_sym.infer.certificate.Certificate` has the argument).
 
     In training :math:`\omega` is drawn from :math:`q`; by invariance that changes no expectation.

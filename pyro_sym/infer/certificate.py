@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_sym.infer.units import Normals, rows_of_units, separable_sites
+from pyro_sym.infer.units import Normals, separable_sites
 from pyro_sym.symmetry.base import Symmetry
 
 __all__ = ["Certificate", "certificate"]
@@ -121,7 +121,7 @@ class Certificate:
             loc, scale = normals[name]
             locs[name] = loc.detach().clone()
             scales[name] = scale.detach().amax(axis, keepdim=True)
-            points.append(rows_of_units(locs[name] / scales[name], axis))
+            points.append((locs[name] / scales[name]).movedim(axis, 0).reshape(loc.shape[axis], -1))
         units = torch.cat(points, -1)
         n = len(units)
         images = torch.cat([units, -units]) if self.signed else units

@@ -17,7 +17,7 @@ from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
 from pyro_sym.symmetry.product import Product
 
-__all__ = ["Normals", "PairLogProbs", "normals_of", "pair_log_probs", "rows_of_units", "separable_sites"]
+__all__ = ["Normals", "PairLogProbs", "normals_of", "pair_log_probs", "separable_sites"]
 
 PairLogProbs = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 Normals = Mapping[str, tuple[Tensor, Tensor]]
@@ -75,14 +75,12 @@ def pair_log_probs(guide: Callable[..., Any], symmetry: Symmetry) -> PairLogProb
         total: Any = 0.0
         flipped: Any = 0.0
         for name, axis in units.axes.items():
-            loc, scale = (rows_of_units(t, axis) for t in guide._get_loc_and_scale(name))
+            loc, scale = (_rows(t, axis) for t in guide._get_loc_and_scale(name))
             value = values[name]
             free = transforms[name].inv(value)
             log_det = transforms[name].log_abs_det_jacobian(free, value)
-            points = rows_of_units(free, axis, batch=1)
-            jacobian = (
-                rows_of_units(log_det, axis, batch=1).sum(-1).unsqueeze(-2)
-            )  # shape: (P, 1, n), of the unit
+            points = _rows(free, axis, batch=1)
+            jacobian = _rows(log_det, axis, batch=1).sum(-1).unsqueeze(-2)  # shape: (P, 1, n), of the unit
             total = total + _normal_pairs(loc, scale, points) - jacobian
             if units.signed:
                 flipped = flipped + _normal_pairs(loc, scale, -points)
@@ -154,7 +152,7 @@ def normals_of(auxiliary: Mapping[str, Any], names: Iterable[str]) -> Normals:
     return found
 
 
-def rows_of_units(tensor: Tensor, axis: int, batch: int = 0) -> Tensor:
+def _rows(tensor: Tensor, axis: int, batch: int = 0) -> Tensor:
     """Units along dim ``batch``, all the rest of a unit flat behind it: of shape ``(*batch, n, r)``."""
     return (
         tensor.movedim(axis, batch).flatten(batch + 1) if tensor.dim() > batch + 1 else tensor.unsqueeze(-1)

@@ -158,7 +158,7 @@ def _draw(odds: Tensor, num_elements: int) -> tuple[Tensor, Tensor]:
     uniforms = torch.rand_like(odds[..., :1].expand(-1, -1, num_elements, -1)).clamp_(1e-12, 1 - 1e-12)
     levels = torch.empty_like(uniforms)
     chosen = torch.empty_like(uniforms, dtype=torch.long)
-    # A choice in n / UNIFORM is uniform among the free units: rare, so it is not in every step's way.
+    # One choice in n / UNIFORM is uniform among the free units: so rare that it isn't in every step's way.
     astray = torch.rand_like(uniforms) < UNIFORM / n
     any_astray = astray.flatten(1).any(-1).tolist()
     steps = zip(odds.unbind(), uniforms.unbind(), levels.unbind(), chosen.unbind(), strict=True)

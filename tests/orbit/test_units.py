@@ -183,7 +183,7 @@ def test_proposals_follow_the_units_and_the_seed() -> None:
         propose(matrix, 1, torch.ones(1, 1, dtype=torch.bool))[1]
         for matrix in (pairs[..., relabelling], pairs[:, relabelling.argsort()])
     ]
-    assert torch.allclose(*probabilities)
+    assert torch.allclose(probabilities[0], probabilities[1])
     draws = []
     for _ in range(2):
         torch.manual_seed(5)
