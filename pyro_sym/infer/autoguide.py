@@ -20,8 +20,9 @@ from torch import Tensor
 
 from pyro_sym.errors import NoDensityError, SymmetryError
 from pyro_sym.infer.capture import Capture, Draws, InPlates
+from pyro_sym.infer.certificate import Certificate, certificate
 from pyro_sym.infer.density import GuideCall, check_local_sites, log_density
-from pyro_sym.infer.units import pair_log_probs
+from pyro_sym.infer.units import normals_of, pair_log_probs
 from pyro_sym.orbit import sequential
 from pyro_sym.orbit.bracket import Bracket, bracket
 from pyro_sym.orbit.exact import CHUNK_NUMEL, LogProb, enumerated
@@ -103,6 +104,12 @@ class AutoSymmetrized(AutoGuide):
     * ``"auto"`` is exact where the density factorises over up to 14 units, importance above that; otherwise
       exact up to 1,000 elements and uniform above. :attr:`method` says what was chosen.
 
+    Where the units of a mean-field guide on one permutation lie far apart,
+    :math:`\log q^G(\omega) = \log q(\omega) - \log |G|` up to an error that is bounded without computing the
+    average, whatever the estimator: if the bound is within ``tolerance``, that value plus the bound is taken
+    in training, with the gradient of the plain guide, which keeps the ELBO a lower bound
+    (:class:`~pyro_sym.infer.certificate.Certificate` has the argument).
+
     In training :math:`\omega` is drawn from :math:`q`; by invariance that changes no expectation.
     :meth:`sample_posterior` draws from :math:`q^G`. :meth:`median` and :meth:`quantiles` are the base
     guide's: they speak of one representative of the orbit.
@@ -117,11 +124,13 @@ class AutoSymmetrized(AutoGuide):
         symmetry: the group; its sites must be latent sites of the guide.
         estimator: how the orbit average is computed.
         num_elements: :math:`K`, the identity included, for ``"importance"`` and ``"uniform"``.
+        tolerance: the largest error, in nats and in the mean over draws, at which the average is left out; 0
+            or ``None`` to compute it in every step.
         model: the model, for guides that don't carry theirs; without it the symmetry can't be checked, and a
             warning says so.
 
     Raises:
-        ValueError: for an unknown estimator or ``num_elements < 2``.
+        ValueError: for an unknown estimator, ``num_elements < 2`` or a negative tolerance.
         SymmetryError: on the first call, if the model is not invariant, a site is unknown, sizes disagree, or
             the group is too large for ``"exact"``.
         NoDensityError: on the first call, if the guide has no density that can be evaluated.
@@ -150,19 +159,24 @@ class AutoSymmetrized(AutoGuide):
         *,
         estimator: Estimator = "auto",
         num_elements: int = 16,
+        tolerance: float | None = 1e-6,
         model: Callable[..., Any] | None = None,
     ) -> None:
         if estimator not in get_args(Estimator):
             raise ValueError(f"estimator={estimator!r} is none of {get_args(Estimator)}")
         if num_elements < 2:
             raise ValueError(f"num_elements={num_elements} must be at least 2: the identity and one more")
+        if tolerance is not None and not tolerance >= 0:
+            raise ValueError(f"tolerance={tolerance} must be a number of nats, at least 0, or None")
         super().__init__(model if model is not None else getattr(guide, "model", None))
         self.guide = guide
         self.symmetry = symmetry
         self.estimator = estimator
         self.num_elements = num_elements
+        self.tolerance = tolerance
         self.method: str | None = None
         self._layout: _Layout | None = None
+        self._certificate: Certificate | None = None
         self._by_units = False  # whether the exact average is a permanent
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -188,11 +202,14 @@ class AutoSymmetrized(AutoGuide):
         if not am_i_wrapped():  # called for a draw, not for inference: there is nobody to take the factor
             return values
         draws = captured.draws(layout.native_dims)
-        log_average = self._log_orbit_average(layout, draws, args, kwargs)
+        log_average = self._certified_average(captured, draws)
+        if log_average is None:
+            log_average = self._log_orbit_average(layout, draws, args, kwargs)
         for name, site in captured.sites.items():
             if not site.local:
                 with InPlates(site.frames):
-                    pyro.sample(name, dist.Delta(site.value, event_dim=site.fn.event_dim))
+                    # Masked, as the density of a point mass is a constant that need not be computed.
+                    pyro.sample(name, dist.Delta(site.value, event_dim=site.fn.event_dim).mask(False))
         pyro.factor(
             f"_{self._pyro_name}_log_density", log_average.reshape(captured.outer_shape), has_rsample=True
         )
@@ -302,6 +319,13 @@ class AutoSymmetrized(AutoGuide):
     ) -> LogProb:
         return log_density(self.guide, GuideCall(layout.averaged, args, kwargs, draws.indices))
 
+    def _certified_average(self, captured: Capture, draws: Draws) -> Tensor | None:
+        """The log orbit average up to the tolerance, where the units lie so far apart that it is known."""
+        if self._certificate is None:
+            return None
+        bound = self._certificate.bound(normals_of(captured.auxiliary, self._certificate.axes))
+        return None if bound is None else draws.own - self.symmetry.log_order(draws.values) + bound
+
     def _log_orbit_average(
         self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
@@ -351,6 +375,7 @@ class AutoSymmetrized(AutoGuide):
                 self._try_density(layout, captured.draws(layout.native_dims), args, kwargs)
             self._check_symmetry(args, kwargs)
             self.method = self._choose(values)
+            self._certificate = certificate(self.guide, self.symmetry, self.tolerance)
             self._layout = layout
         return self._layout
 
@@ -435,6 +460,7 @@ class AutoSymmetrizedNormal(AutoSymmetrized):
         create_plates: a function of the model's arguments that makes its subsampled plates.
         estimator: as for :class:`AutoSymmetrized`.
         num_elements: as for :class:`AutoSymmetrized`.
+        tolerance: as for :class:`AutoSymmetrized`.
 
     Raises:
         ValueError: as :class:`AutoSymmetrized` does, here and on the first call.
@@ -457,6 +483,7 @@ class AutoSymmetrizedNormal(AutoSymmetrized):
         create_plates: Callable[..., Any] | None = None,
         estimator: Estimator = "auto",
         num_elements: int = 16,
+        tolerance: float | None = 1e-6,
     ) -> None:
         guide = AutoNormal(model, init_loc_fn=init_loc_fn, init_scale=init_scale, create_plates=create_plates)
-        super().__init__(guide, symmetry, estimator=estimator, num_elements=num_elements)
+        super().__init__(guide, symmetry, estimator=estimator, num_elements=num_elements, tolerance=tolerance)

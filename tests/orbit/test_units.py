@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -20,7 +21,13 @@ from pyro_sym.infer.units import pair_log_probs
 from pyro_sym.orbit import sequential
 from pyro_sym.orbit.exact import enumerated
 from pyro_sym.orbit.permanent import log_permanent
-from pyro_sym.orbit.sequential import importance, importance_bracket, importance_unbiased, sinkhorn
+from pyro_sym.orbit.sequential import (
+    importance,
+    importance_bracket,
+    importance_unbiased,
+    propose,
+    sinkhorn,
+)
 from tests.conftest import Z_LIMIT
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -71,6 +78,86 @@ def test_what_breaks_the_bound_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert breach(importance(pairs, 3)) < Z_LIMIT  # away from the identity: looser, still no breach
         monkeypatch.setattr(sequential, "sinkhorn", lambda pairs: sinkhorn(pairs + 3 * torch.eye(8)))
         assert breach(importance(pairs, 3)) > Z_LIMIT
+
+
+def log_probability(log_matrix: Tensor, assignment: list[int], uniform: float = sequential.UNIFORM) -> float:
+    """Of one assignment, by the definition: slot after slot, among the units left."""
+    n = len(assignment)
+    balanced = sinkhorn(log_matrix).exp()
+    order = balanced.amax(-1).argsort(descending=True).tolist()
+    left, total = list(range(n)), 0.0
+    part = balanced
+    for step, slot in enumerate(order):
+        shares = part[slot, left] / part[slot, left].sum()
+        odds = shares / (1 - shares).clamp(min=1e-9)
+        guided = odds[left.index(assignment[slot])] / odds.sum()
+        total += math.log((1 - uniform / n) * guided + uniform / n / len(left))
+        left.remove(assignment[slot])
+        if left:  # the rows and then the columns of what is left, to sums of one
+            rest = order[step + 1 :]
+            rows = part[rest][:, left].sum(-1)
+            columns = (part[rest][:, left] / rows[:, None]).sum(0)
+            part = part.clone()
+            part[:, left] /= columns
+    return total
+
+
+def test_permutations_are_drawn_as_often_as_their_log_probabilities_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All 24 of them, with so much of the uniform mixed in that it counts."""
+    monkeypatch.setattr(sequential, "UNIFORM", 0.5)
+    log_matrix = torch.randn(4, 4)
+    assignments, log_proposals = propose(log_matrix.unsqueeze(0), 100_000)
+    total = 0.0
+    for assignment in itertools.permutations(range(4)):
+        drawn = (assignments[0] == torch.tensor(assignment)).all(-1)
+        expected = log_probability(log_matrix, list(assignment), uniform=0.5)
+        assert torch.allclose(log_proposals[0, drawn], torch.tensor(expected))
+        probability = math.exp(expected)
+        error = float(drawn.double().mean()) - probability
+        assert abs(error) < Z_LIMIT * math.sqrt(probability * (1 - probability) / 100_000)
+        total += probability
+    assert total == pytest.approx(1.0)
+
+
+def test_the_identity_stands_where_it_is_asked_for() -> None:
+    """In several matrices of separate and of overlapping units, and in any place."""
+    pairs = torch.cat([gaussian_pairs(5, separation, 2).detach() for separation in (0.3, 1.0, 6.0)])
+    identity = torch.rand(6, 7) < 0.5
+    assignments, log_proposals = propose(pairs, 7, identity)
+    assert (assignments.sort(-1).values == torch.arange(5)).all()
+    assert (assignments[identity] == torch.arange(5)).all()
+    for i, k in itertools.product(range(6), range(7)):
+        expected = log_probability(pairs[i], assignments[i, k].tolist())
+        assert float(log_proposals[i, k]) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def test_proposals_follow_the_units_and_the_seed() -> None:
+    """Relabelled units are proposed with the probabilities they had; a seed gives its draws again."""
+    pairs = gaussian_pairs(6, 1.0, 1).detach()
+    relabelling = torch.randperm(6)
+    probabilities = [
+        propose(matrix, 1, torch.ones(1, 1, dtype=torch.bool))[1]
+        for matrix in (pairs[..., relabelling], pairs[:, relabelling.argsort()])
+    ]
+    assert torch.allclose(probabilities[0], probabilities[1])
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        draws.append(propose(pairs, 3)[0])
+    assert (draws[0] == draws[1]).all()
+
+
+def test_scaling_survives_entries_beyond_the_range_of_numbers() -> None:
+    for log_matrix in (1e3 * torch.randn(3, 40, 40), -1e5 * (1 - torch.eye(9)) + 1e6 * torch.rand(9, 9)):
+        assert sinkhorn(log_matrix).isfinite().all()
+        batch = log_matrix.reshape(-1, *log_matrix.shape[-2:])
+        assignments, log_proposals = propose(batch, 8)
+        assert (assignments.sort(-1).values == torch.arange(batch.shape[-1])).all()
+        assert log_proposals.isfinite().all() and (log_proposals <= 1e-12).all()
+    balanced = sinkhorn(torch.randn(8, 8), sweeps=200).exp()
+    assert torch.allclose(balanced.sum(0), torch.ones(8)) and torch.allclose(balanced.sum(1), torch.ones(8))
 
 
 @pytest.mark.parametrize(("count", "allowed"), [(8, 0.15), (64, 0.03)])
