@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["importance", "importance_unbiased", "sinkhorn"]
+__all__ = ["importance", "importance_unbiased", "propose", "sinkhorn"]
 
 # Mixed into the choices of one permutation, all together: it bounds the weights, at a cost of as many nats.
 UNIFORM = 0.01
@@ -95,8 +95,10 @@ def sinkhorn(log_matrix: Tensor, sweeps: int = SWEEPS) -> Tensor:
 
 def _average(log_matrix: Tensor, num_elements: int, with_identity: bool) -> Tensor:
     draws, n, _ = log_matrix.shape
+    identity = torch.zeros(draws, num_elements, dtype=torch.bool, device=log_matrix.device)
+    identity[:, 0] = with_identity
     with torch.no_grad():
-        assignments, log_proposals = _propose(log_matrix.detach().double(), num_elements, with_identity)
+        assignments, log_proposals = propose(log_matrix.detach().double(), num_elements, identity)
     row = torch.arange(draws, device=log_matrix.device)[:, None, None]
     slot = torch.arange(n, device=log_matrix.device)
     scores = log_matrix[row, slot, assignments].sum(-1)  # shape: (P, K)
@@ -104,8 +106,20 @@ def _average(log_matrix: Tensor, num_elements: int, with_identity: bool) -> Tens
     return average - math.log(num_elements) - math.lgamma(n + 1)
 
 
-def _propose(log_matrix: Tensor, num_elements: int, with_identity: bool) -> tuple[Tensor, Tensor]:
-    """Units by slot, (P, K, n), and their log probabilities, (P, K); the identity may be the first."""
+def propose(
+    log_matrix: Tensor, num_elements: int, identity: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    r"""Draw permutations slot by slot, as :func:`importance` says.
+
+    Args:
+        log_matrix: :math:`L`, of shape ``(B, n, n)``.
+        num_elements: :math:`K`.
+        identity: of shape ``(B, K)``, where to take the identity instead of a draw.
+
+    Returns:
+        Units by slot, of shape ``(B, K, n)``, and their log probabilities :math:`\log \tau`, of shape
+        ``(B, K)``.
+    """
     draws, n, _ = log_matrix.shape
     balanced = sinkhorn(log_matrix).exp().clamp(max=1 - 1e-9)
     odds = balanced / (1 - balanced)
@@ -123,8 +137,8 @@ def _propose(log_matrix: Tensor, num_elements: int, with_identity: bool) -> tupl
         cumulative = weights.mul_(1 - UNIFORM / n).add_(free, alpha=UNIFORM / n / (n - step)).cumsum(-1)
         total = cumulative[..., -1:]
         unit = (cumulative <= uniforms[step] * total).sum(-1)  # shape: (P, K)
-        if with_identity:
-            unit[:, 0] = slot
+        if identity is not None:
+            unit = torch.where(identity, slot.unsqueeze(-1), unit)
         chosen = unit.unsqueeze(-1)
         log_proposals += (weights.gather(-1, chosen) / total).squeeze(-1).log()
         free.scatter_(-1, chosen, 0.0)
