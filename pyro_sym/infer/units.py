@@ -17,7 +17,7 @@ from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
 from pyro_sym.symmetry.product import Product
 
-__all__ = ["PairLogProbs", "pair_log_probs"]
+__all__ = ["PairLogProbs", "coordinatewise", "pair_log_probs"]
 
 PairLogProbs = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 
@@ -64,7 +64,7 @@ def pair_log_probs(guide: Callable[..., Any], symmetry: Symmetry) -> PairLogProb
     transforms: dict[str, Transform] = {}
     for name in units.axes:
         site: Any = guide.prototype_trace.nodes[name]
-        transform = _coordinatewise(biject_to(site["fn"].support))
+        transform = coordinatewise(biject_to(site["fn"].support))
         if transform is None or (units.signed and transform is not identity_transform):
             return None
         transforms[name] = transform
@@ -104,7 +104,7 @@ def _units(symmetry: Symmetry) -> _Units | None:
     return _Units({site: several[0] for site, several in permutation.axes.items()}, bool(signs))
 
 
-def _coordinatewise(transform: Transform) -> Transform | None:
+def coordinatewise(transform: Transform) -> Transform | None:
     """The transform of one coordinate, or None if coordinates are mixed."""
     while isinstance(transform, IndependentTransform):
         transform = transform.base_transform

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -32,8 +32,12 @@ from pyro_sym.symmetry.base import Element, Symmetry
 
 __all__ = ["Belief", "Proposal", "Surrogate", "draw_elements"]
 
-ROUNDS = 4
+# Rounds of beliefs, and Sinkhorn sweeps in each.
+ROUNDS = 3
 SWEEPS = 8
+# Above this many entries, slots' precisions are taken for alike where beliefs are blurred.
+MAX_ENTRIES = 2**22
+TINY = 1e-280
 
 
 class Belief(NamedTuple):
@@ -42,10 +46,12 @@ class Belief(NamedTuple):
     Attributes:
         place: the probability that slot i holds unit j.
         signed: by flip of the block, the mean of its sign where it does.
+        certain: whether this is an element.
     """
 
     place: Tensor
     signed: tuple[Tensor, ...]
+    certain: bool = False
 
 
 class _Pairs(NamedTuple):
@@ -65,13 +71,13 @@ class _Pairs(NamedTuple):
 
 @dataclass(frozen=True)
 class _Term:
-    """A site between blocks: x of shape (P, 1, *moved, r), what multiplies x and x^2 of shape (*moved, r)."""
+    """A site between blocks: x of shape (P, 1, *moved, r), means and variances of shape (*moved, r)."""
 
     blocks: tuple[int, ...]
     flips: tuple[int | None, ...]
     x: Tensor
-    linear: Tensor
-    square: Tensor
+    mean: Tensor
+    precision: Tensor
 
     def image(self, beliefs: Sequence[Belief], keep: Iterable[int] = ()) -> tuple[Tensor, Tensor]:
         """Means of x and x^2 at the images, the dims in ``keep`` left as they are."""
@@ -117,8 +123,8 @@ class Surrogate:
                     factor.blocks,
                     factor.flips,
                     _moved_first(points[factor.site].double(), factor, 1).unsqueeze(1),
-                    _moved_first(loc.double() * precision, factor),
-                    _moved_first(-0.5 * precision, factor),
+                    _moved_first(loc.double(), factor),
+                    _moved_first(precision, factor),
                 )
             )
 
@@ -132,18 +138,18 @@ class Surrogate:
             flips = [f for f in term.flips if f is not None]
             odd = flips[0] if len(flips) % 2 else None
             m = len(term.blocks)
-            diagonal = [_diagonal(t, m, at) for t, at in ((term.x, 2), (term.linear, 0), (term.square, 0))]
+            diagonal = [_diagonal(t, m, at) for t, at in ((term.x, 2), (term.mean, 0), (term.precision, 0))]
             self._add(_Term(term.blocks[:1], (odd,), *diagonal))
-            linear, square = (_without_diagonal(t, m) for t in (term.linear, term.square))
-            term = _Term(term.blocks, term.flips, term.x, linear, square)
+            term = replace(term, precision=_without_diagonal(term.precision, m))
         self.coupled.append(term)
 
     @staticmethod
     def _plus(pairs: _Pairs, term: _Term, dim: int, beliefs: Sequence[Belief]) -> _Pairs:
         """Add what a site says about the pairing on one of its dims, given beliefs about the others."""
         x, x2 = term.image(beliefs, keep=(dim,))
-        even = pairs.even + _contract(term.square, x2, dim)
-        linear, flip = _contract(term.linear, x, dim), term.flips[dim]
+        certain = all(beliefs[b].certain for d, b in enumerate(term.blocks) if d != dim)
+        even, linear = _log_normals(term, x, x2, dim, certain)
+        even, flip = pairs.even + even, term.flips[dim]
         if flip is None:
             return _Pairs(even + linear, pairs.odd)
         return _Pairs(even, tuple(o + linear if f == flip else o for f, o in enumerate(pairs.odd)))
@@ -183,14 +189,14 @@ class Surrogate:
         for term in self.coupled:
             if not summed & set(term.blocks):
                 x, x2 = term.image(elements)
-                total = total + (x * term.linear + x2 * term.square).flatten(2).sum(-1)
+                total = total + (term.precision * (x * term.mean - 0.5 * x2)).flatten(2).sum(-1)
         return total
 
     def identity(self) -> list[Belief]:
         """The identity, of shape ``(1, 1, n, n)`` a block."""
         eyes = [torch.eye(n, dtype=torch.double, device=self.device)[None, None] for n in self.sizes]
         return [
-            Belief(eye, (eye,) * len(block.flips))
+            Belief(eye, (eye,) * len(block.flips), certain=True)
             for eye, block in zip(eyes, self.coupling.blocks, strict=True)
         ]
 
@@ -211,24 +217,24 @@ class Surrogate:
 
 
 class Proposal(NamedTuple):
-    """Elements, and how likely they were to be proposed.
+    r"""Elements, and how likely they were to be proposed.
 
     Attributes:
         elements: by block, of shape ``(P, K, n, n)``; for blocks that were summed over, beliefs.
-        log_probs: :math:`\\log \\tau(g_k \\mid \\omega)`, of shape ``(P, K)``.
+        log_probs: :math:`\log \tau(g_k \\mid \\omega)`, of shape ``(P, K)``.
     """
 
     elements: list[Belief]
     log_probs: Tensor
 
-    def group_elements(self, coupling: Coupling, symmetry: Symmetry) -> Element:
-        """The elements as the symmetry has them, of batch shape ``(K, P)``."""
+    def group_elements(self, coupling: Coupling, symmetry: Symmetry, start: int = 0) -> Element:
+        """The elements as the symmetry has them, of batch shape ``(K, P)``, from the ``start``-th on."""
         parts: dict[int, Tensor] = {}
         for block, element in zip(coupling.blocks, self.elements, strict=True):
             if block.permutation is not None:
-                parts[block.permutation] = element.place.argmax(-1).transpose(0, 1)
+                parts[block.permutation] = element.place[:, start:].argmax(-1).transpose(0, 1)
             for flip, signed in zip(block.flips, element.signed, strict=True):
-                parts[flip] = signed.sum(-1).transpose(0, 1).to(torch.int8)
+                parts[flip] = signed[:, start:].sum(-1).transpose(0, 1).to(torch.int8)
         return coupling.element(symmetry, parts)
 
 
@@ -302,7 +308,7 @@ def _at_once(
         sign, log_sign = _draw_signs((place * odd).sum(-1), identity.unsqueeze(-1), n)
         signed.append(sign.unsqueeze(-1) * place)
         log_prob = log_prob + log_sign.sum(-1)
-    return Belief(place, tuple(signed)), log_prob
+    return Belief(place, tuple(signed), certain=True), log_prob
 
 
 def _by_slots(
@@ -338,9 +344,7 @@ def _by_slots(
         unit = slot
         if permuted:
             weights = (row.folded + potential).masked_fill(free == 0, -math.inf).softmax(-1)
-            weights = weights / (1 - weights.clamp(max=1 - 1e-9))
-            weights = (1 - UNIFORM / n) * weights / weights.sum(-1, keepdim=True)
-            weights = weights + UNIFORM / n / (n - step) * free
+            weights = (1 - UNIFORM / n) * weights + UNIFORM / n / (n - step) * free
             unit = torch.multinomial(weights.flatten(0, 1), 1).reshape(draws, count)
             unit = torch.where(identity, slot, unit)
             log_prob = log_prob + weights.gather(-1, unit.unsqueeze(-1)).squeeze(-1).log()
@@ -349,7 +353,7 @@ def _by_slots(
         if permuted:
             # What is left to the empty slots, from what was believed about them.
             left = torch.where(empty.unsqueeze(-1) > 0, place * free.unsqueeze(-2), place)
-            scale = left.sum(-1, keepdim=True).clamp_min(1e-280)
+            scale = left.sum(-1, keepdim=True).clamp_min(TINY)
             signed = [s * (left > 0) / scale for s in signed]
             place = left / scale
         here = one_hot(slot, n).unsqueeze(-1).bool()
@@ -358,7 +362,7 @@ def _by_slots(
             sign, log_sign = _draw_signs((hit * odd).sum(-1), identity, n)
             signed[f] = torch.where(here, (sign.unsqueeze(-1) * hit).unsqueeze(-2), signed[f])
             log_prob = log_prob + log_sign
-    return Belief(place, tuple(signed)), log_prob
+    return Belief(place, tuple(signed), certain=True), log_prob
 
 
 def _plus_row(
@@ -368,18 +372,21 @@ def _plus_row(
     even, odd = row.even, list(row.odd)
     dims = [d for d, b in enumerate(term.blocks) if b == block]
     for dim in dims:
-        square, linear = (t.movedim(dim, 0)[slot] for t in (term.square, term.linear))
+        y, y2 = x, x2
         for other in dims:
             if other != dim:
-                at, flip = other - (other > dim), term.flips[other]
-                square = _along(current.place.mT, square, at)
-                linear = _along((current.place if flip is None else current.signed[flip]).mT, linear, at)
-        even = even + _row_contract(square, x2, dim)
+                flip = term.flips[other]
+                y = _along(current.place if flip is None else current.signed[flip], y, other)
+                y2 = _along(current.place, y2, other)
+        y, y2 = (t.movedim(dim + 2, 2).flatten(3) for t in (y, y2))
+        mean, precision = (t.movedim(dim, 0).flatten(1) for t in (term.mean, term.precision))
+        more, linear = _blurred(mean[slot].unsqueeze(-2), precision[slot].unsqueeze(-2), y, y2)
+        even = even + more
         flip = term.flips[dim]
         if flip is None:
-            even = even + _row_contract(linear, x, dim)
+            even = even + linear
         else:
-            odd[flip] = odd[flip] + _row_contract(linear, x, dim)
+            odd[flip] = odd[flip] + linear
     return _Pairs(even, tuple(odd))
 
 
@@ -403,14 +410,26 @@ def _along(matrix: Tensor, x: Tensor, dim: int) -> Tensor:
     return (lead @ x.movedim(dim + 2, -2)).movedim(-2, dim + 2)
 
 
-def _contract(weights: Tensor, x: Tensor, dim: int) -> Tensor:
-    """Sum slots' weights times units' x over all but one dim: of shape (P, K, n, n)."""
-    return weights.movedim(dim, 0).flatten(1) @ x.movedim(dim + 2, 2).flatten(3).mT
+def _log_normals(term: _Term, x: Tensor, x2: Tensor, dim: int, certain: bool) -> tuple[Tensor, Tensor]:
+    """Even and odd log density of units in slots along one dim, of shape (P, K, n, n)."""
+    mean, precision = (t.movedim(dim, 0).flatten(1) for t in (term.mean, term.precision))
+    x, x2 = (t.movedim(dim + 2, 2).flatten(3) for t in (x, x2))
+    if certain:
+        return -0.5 * precision @ x2.mT, (mean * precision) @ x.mT
+    if x[..., 0].numel() * mean.numel() <= MAX_ENTRIES:
+        return _blurred(mean.unsqueeze(1), precision.unsqueeze(1), x.unsqueeze(2), x2.unsqueeze(2))
+    # Matrix products again, if the slots' precisions are taken for alike.
+    common = precision.mean(0)
+    common = common / (1 + common * (x2 - x.square()).clamp_min(0))
+    of_unit = (common.clamp_min(TINY).log() - common * x.square()).sum(-1).unsqueeze(-2)
+    return 0.5 * (of_unit - mean.square() @ common.mT), mean @ (common * x).mT
 
 
-def _row_contract(weights: Tensor, x: Tensor, dim: int) -> Tensor:
-    """The same for one slot's weights, of shape (P, K, *rest): of shape (P, K, n)."""
-    return (weights.flatten(2).unsqueeze(-2) @ x.movedim(dim + 2, 2).flatten(3).mT).squeeze(-2)
+def _blurred(mean: Tensor, precision: Tensor, x: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
+    """Even and odd log density of a value of which two moments are believed: variances add up."""
+    precision = precision / (1 + precision * (x2 - x.square()).clamp_min(0))
+    even = precision.clamp_min(TINY).log() - precision * (mean.square() + x.square())
+    return 0.5 * even.sum(-1), (precision * mean * x).sum(-1)
 
 
 def _row(matrix: Tensor, slot: Tensor) -> Tensor:

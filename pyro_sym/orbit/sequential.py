@@ -106,9 +106,7 @@ def _average(log_matrix: Tensor, num_elements: int, with_identity: bool) -> Tens
     return average - math.log(num_elements) - math.lgamma(n + 1)
 
 
-def propose(
-    log_matrix: Tensor, num_elements: int, identity: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def propose(log_matrix: Tensor, num_elements: int, identity: Tensor | None = None) -> tuple[Tensor, Tensor]:
     r"""Draw permutations slot by slot, as :func:`importance` says.
 
     Args:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pyro_sym import AutoSymmetrized, Permutation, Product, SignFlip, Symmetry, SymmetryError
 from pyro_sym.infer import units
+from pyro_sym.infer.average import OneBlock
 from pyro_sym.infer.units import pair_log_probs
 from pyro_sym.orbit import sequential
 from pyro_sym.orbit.exact import enumerated
@@ -185,7 +186,7 @@ def test_a_mean_field_layer_is_a_permanent(
     monkeypatch.setattr(units, "MAX_DIFFERENCES", limit)
     guide = AutoSymmetrized(AutoNormal(model, init_scale=1.0), symmetry)
     layout, draws = guide._draw(5, (), {})
-    assert guide.method == "exact" and guide._by_units
+    assert guide.method == "exact" and isinstance(guide._average, OneBlock)
     log_prob = guide._log_density(layout, draws, (), {})
     values = [
         guide._log_orbit_average(layout, draws, (), {}),
