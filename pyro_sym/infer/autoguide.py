@@ -379,7 +379,8 @@ class AutoSymmetrized(AutoGuide):
     def _support(self, name: str, site: Captured) -> Any:
         """Where a site lives; an autoguide's own sites may be point masses, which do not say."""
         prototype = getattr(self.guide, "prototype_trace", None)
-        return prototype.nodes[name]["fn"].support if prototype and name in prototype else site.fn.support
+        nodes = {} if prototype is None else prototype.nodes
+        return nodes.get(name, {}).get("fn", site.fn).support
 
 
 class AutoSymmetrizedNormal(AutoSymmetrized):
