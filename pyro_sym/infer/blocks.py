@@ -31,6 +31,7 @@ MAX_SUMMED = 8
 # A surrogate is fitted to so many draws of the guide, on every so many-th call.
 NUM_FITTED = 64
 REFIT_EVERY = 10
+INFLATION = (1.0, 1.5, 2.5, 5.0)
 SEED = 0x5EED
 CHUNK_NUMEL = 2**24
 
@@ -108,20 +109,32 @@ class BlocksOfNormals(Blocks):
 class BlocksOfDensity(Blocks):
     """Of any guide with a density, at elements proposed from normals with its marginal moments."""
 
-    _fitted: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _fitted: Moments = field(default_factory=dict)
     _calls: int = 0
 
     def _moments(self, run: Run) -> Moments:
         if self._calls % REFIT_EVERY == 0:
-            device = run.draws.own.device
-            with torch.no_grad(), _own_randomness(device, SEED + self._calls):
-                others = run.redraw(NUM_FITTED)
-            for site, transform in self.transforms.items():
-                points = _finite(transform.inv(others[site])).double()
-                loc = points.mean(0)
-                self._fitted[site] = (loc, points.std(0).clamp_min(1e-6 * (1e-6 + loc.abs())))
+            with torch.no_grad(), _own_randomness(run.draws.own.device, SEED + self._calls):
+                self._fitted = self._fit(run.redraw(NUM_FITTED))
         self._calls += 1
         return self._fitted
+
+    def _fit(self, others: Mapping[str, Tensor]) -> Moments:
+        """Moments of some draws, the variances inflated to where their own labels are most likely guessed."""
+        points = {site: _finite(transform.inv(others[site])) for site, transform in self.transforms.items()}
+        moments = {site: (value.mean(0), value.std(0)) for site, value in points.items()}
+        sizes = [block.size(others) for block in self.coupling.blocks]
+        best = -math.inf
+        for factor in INFLATION:
+            wider = {
+                site: (loc, factor * scale.clamp_min(1e-6 * (1e-6 + loc.abs())))
+                for site, (loc, scale) in moments.items()
+            }
+            surrogate = Surrogate(self.coupling, sizes, points, wider)
+            guessed = float(draw_elements(surrogate, 1, with_identity=True).log_probs.mean())
+            if guessed > best:
+                best, fitted = guessed, wider
+        return fitted
 
     def _log_average(self, run: Run, surrogate: Surrogate, num_elements: int, with_identity: bool) -> Tensor:
         proposal = draw_elements(surrogate, num_elements, with_identity=with_identity)

@@ -34,7 +34,7 @@ __all__ = ["Belief", "Proposal", "Surrogate", "draw_elements"]
 
 # Rounds of beliefs, and Sinkhorn sweeps in each.
 ROUNDS = 3
-SWEEPS = 8
+SWEEPS = 4
 # Above this many entries, slots' precisions are taken for alike where beliefs are blurred.
 MAX_ENTRIES = 2**22
 TINY = 1e-280
