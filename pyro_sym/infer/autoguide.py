@@ -90,16 +90,21 @@ class AutoSymmetrized(AutoGuide):
     Densities are compared in constrained space, where the group preserves volume. The ELBO stays a lower
     bound on the log evidence with each estimator:
 
-    * ``"exact"`` computes the average itself: as a permanent, for up to 14 units, where the density
-      factorises over the units of one permutation (:func:`~pyro_sym.infer.units.pair_log_probs` says when: a
-      mean-field guide, no simplex), and by enumeration (up to 200,000 elements) otherwise;
-    * ``"importance"``, for densities that factorise so, weighs :math:`K` permutations proposed unit by unit,
-      the identity among them; it stays tight at any number of units
-      (:func:`~pyro_sym.orbit.sequential.importance`);
+    * ``"exact"`` computes the average itself: by permanents of up to 14 units, for ``AutoNormal`` (no simplex
+      among the moved sites) under permutations that no site ties together, with or without signs; and by
+      enumeration, up to 200,000 elements, otherwise;
+    * ``"importance"``, for permutations, sign flips and products of them and any guide with a density, weighs
+      :math:`K` elements proposed by what the guide says of each unit, the identity among them. It stays tight
+      where units are well separated, at any number of them
+      (:func:`~pyro_sym.orbit.sequential.importance`, :func:`~pyro_sym.orbit.guided.draw_elements`). For
+      ``AutoNormal`` part of the group is summed over exactly; for other guides the proposals come from
+      normals fitted to the guide's marginals now and then, and are looser where units are strongly
+      correlated and overlap;
     * ``"uniform"`` averages over :math:`K` elements, the identity among them; its gain saturates at
       :math:`\log K`;
-    * ``"auto"`` is exact where the density factorises over up to 14 units, importance above that; otherwise
-      exact up to 1,000 elements and uniform above. :attr:`method` says what was chosen.
+    * ``"auto"`` is exact by permanents where that is possible, or by enumeration of up to 1,000 elements;
+      importance otherwise, and uniform only for groups that are not made of permutations and sign flips.
+      :attr:`method` says which of the three was chosen.
 
     In training :math:`\omega` is drawn from :math:`q`; by invariance that changes no expectation.
     :meth:`sample_posterior` draws from :math:`q^G`. :meth:`median` and :meth:`quantiles` are the base
@@ -121,7 +126,7 @@ class AutoSymmetrized(AutoGuide):
     Raises:
         ValueError: for an unknown estimator or ``num_elements < 2``.
         SymmetryError: on the first call, if the model is not invariant, a site is unknown, sizes disagree, or
-            the group is too large for ``"exact"``.
+            the group is too large for ``"exact"`` or of another kind than ``"importance"`` takes.
         NoDensityError: on the first call, if the guide has no density that can be evaluated.
 
     Example:

@@ -28,10 +28,10 @@ __all__ = ["Blocks", "BlocksOfDensity", "BlocksOfNormals", "coordinates", "flipp
 
 # Permutations of more units are drawn rather than summed over.
 MAX_SUMMED = 8
-# A surrogate is fitted to so many draws of the guide, on every so many-th call.
+# Normals are fitted to so many draws of the guide, on every so many-th call, and widened by one of these.
 NUM_FITTED = 64
-REFIT_EVERY = 10
-INFLATION = (1.0, 1.5, 2.5, 5.0)
+REFIT_EVERY = 20
+INFLATION = (1.0, 2.0, 4.0)
 SEED = 0x5EED
 CHUNK_NUMEL = 2**24
 

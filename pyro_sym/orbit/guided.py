@@ -35,6 +35,8 @@ __all__ = ["Belief", "Proposal", "Surrogate", "draw_elements"]
 # Rounds of beliefs, and Sinkhorn sweeps in each.
 ROUNDS = 3
 SWEEPS = 4
+# Of the choices in a block coupled to itself, made without looking: that bounds the weights in small groups.
+DEFENCE = 0.1
 # Above this many entries, slots' precisions are taken for alike where beliefs are blurred.
 MAX_ENTRIES = 2**22
 TINY = 1e-280
@@ -324,6 +326,7 @@ def _by_slots(
         confident = scaled.amax(-1)
     else:
         confident = torch.stack(prior.odd).diagonal(dim1=-2, dim2=-1).abs().amax(0)
+    blind = (torch.rand(draws, count, device=identity.device) < DEFENCE) & ~identity
     order = confident.argsort(-1, descending=True).expand(draws, count, n)
     known = surrogate.pairs(block, beliefs, with_itself=False)
     own = [
@@ -345,7 +348,8 @@ def _by_slots(
         if permuted:
             weights = (row.folded + potential).masked_fill(free == 0, -math.inf).softmax(-1)
             weights = (1 - UNIFORM / n) * weights + UNIFORM / n / (n - step) * free
-            unit = torch.multinomial(weights.flatten(0, 1), 1).reshape(draws, count)
+            chances = torch.where(blind.unsqueeze(-1), free, weights)
+            unit = torch.multinomial(chances.flatten(0, 1), 1).reshape(draws, count)
             unit = torch.where(identity, slot, unit)
             log_prob = log_prob + weights.gather(-1, unit.unsqueeze(-1)).squeeze(-1).log()
         hit = one_hot(unit, n).double()
@@ -359,10 +363,14 @@ def _by_slots(
         here = one_hot(slot, n).unsqueeze(-1).bool()
         place = torch.where(here, hit.unsqueeze(-2), place)
         for f, odd in enumerate(row.odd):
-            sign, log_sign = _draw_signs((hit * odd).sum(-1), identity, n)
+            sign, log_sign = _draw_signs((hit * odd).sum(-1), identity, n, blind)
             signed[f] = torch.where(here, (sign.unsqueeze(-1) * hit).unsqueeze(-2), signed[f])
             log_prob = log_prob + log_sign
-    return Belief(place, tuple(signed), certain=True), log_prob
+    log_order = (math.lgamma(n + 1) if permuted else 0.0) + n * len(signed) * math.log(2.0)
+    either = torch.logaddexp(
+        log_prob + math.log(1 - DEFENCE), torch.full_like(log_prob, math.log(DEFENCE) - log_order)
+    )
+    return Belief(place, tuple(signed), certain=True), either
 
 
 def _plus_row(
@@ -390,10 +398,11 @@ def _plus_row(
     return _Pairs(even, tuple(odd))
 
 
-def _draw_signs(odd: Tensor, identity: Tensor, n: int) -> tuple[Tensor, Tensor]:
+def _draw_signs(odd: Tensor, identity: Tensor, n: int, blind: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Signs that add sign times ``odd`` to a log density, and the log probabilities of what was drawn."""
     positive = (1 - UNIFORM / n) * torch.sigmoid(2 * odd) + 0.5 * UNIFORM / n
-    plus = (torch.rand_like(positive) < positive) | identity
+    chance = positive if blind is None else torch.where(blind, 0.5, positive)
+    plus = (torch.rand_like(positive) < chance) | identity
     return torch.where(plus, 1.0, -1.0).to(odd), torch.where(plus, positive, 1 - positive).log()
 
 

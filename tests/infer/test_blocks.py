@@ -120,10 +120,10 @@ def importance(guide: Guide, symmetry: Symmetry, **kwargs: Any) -> AutoSymmetriz
     return AutoSymmetrized(guide, symmetry, estimator="importance", **kwargs)
 
 
-@pytest.mark.parametrize("separation", [0.3, 1.0])
+@pytest.mark.parametrize("separation", [0.3])
 def test_two_hidden_layers(separation: float) -> None:
     guide = importance(AutoNormal(mlp(), init_loc_fn=scattered(separation), init_scale=0.7), LAYERS)
-    above, below = bracket(guide, 20, 64)
+    above, below = bracket(guide, 10, 64)
     assert isinstance(guide._average, BlocksOfNormals) and guide.method == "importance"
     check_direction(above, below)
     assert above.mean() < 0.3
@@ -134,7 +134,7 @@ def test_two_hidden_layers(separation: float) -> None:
 def test_hidden_states(simplex: bool, separation: float) -> None:
     base = AutoNormal(hmm(simplex), init_loc_fn=scattered(separation), init_scale=0.7)
     guide = importance(base, STATES)
-    above, below = bracket(guide, 200, 64)
+    above, below = bracket(guide, 100, 64)
     assert isinstance(guide._average, BlocksOfDensity if simplex else BlocksOfNormals)
     check_direction(above, below)
     assert above.mean() < 0.1

@@ -16,7 +16,7 @@ from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from pyro.optim import Adam
 from torch import Tensor
 
-from pyro_sym import AutoSymmetrized, Permutation, Product, SignFlip, Symmetry, SymmetryError
+from pyro_sym import AutoSymmetrized, Permutation, Product, SignFlip, Symmetry
 from pyro_sym.infer import units
 from pyro_sym.infer.average import OneBlock
 from pyro_sym.infer.units import pair_log_probs
@@ -231,5 +231,3 @@ def test_what_does_not_factorise_is_not_taken_for_it() -> None:
     dense = AutoMultivariateNormal(mixture)
     dense()
     assert pair_log_probs(dense, Permutation({"locs": -1})) is None
-    with pytest.raises(SymmetryError, match="importance' needs a density that factorises"):
-        AutoSymmetrized(AutoNormal(mixture), both, estimator="importance")()
