@@ -104,7 +104,7 @@ class Coupling:
         for site in symmetry.axes:
             axes = sorted(axis for name, axis in {*mover, *flipper} if name == site)
             ats = [(site, axis) for axis in axes]
-            movers = [place[mover.get(at, flipper.get(at, -1))] for at in ats]
+            movers = [place[mover[at] if at in mover else flipper[at]] for at in ats]
             signs = [
                 blocks[b].flips.index(flipper[at]) if at in flipper else None
                 for at, b in zip(ats, movers, strict=True)

@@ -246,8 +246,11 @@ def draw_elements(
 ) -> Proposal:
     r"""Draw elements block by block, each given those already drawn and beliefs about the rest.
 
+    What is not yet drawn enters by mean and spread of a belief: its variance is added to the slot's,
+    so that a site between two layers says little about one of them before much is known about the other.
     Within a block the units are paired with slots as :func:`~pyro_sym.orbit.sequential.importance` does, by
-    the matrix of expected log densities with the signs folded in; then each sign is drawn given the unit.
+    the matrix of log densities with the signs folded in; then each sign is drawn given the unit. A block that
+    moves two axes of one site is filled slot by slot, the slots filled so far being known.
 
     **Why a bound with the identity keeps its direction.** All that is computed here are sums, products and
     Sinkhorn scalings over unit indices, and choices by their values; slots and blocks are taken in an order
