@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import pyro
 import pyro.distributions as dist
@@ -19,23 +19,20 @@ from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor
 
 from pyro_sym.errors import NoDensityError, SymmetryError
-from pyro_sym.infer.capture import Capture, Draws, InPlates
+from pyro_sym.infer.average import OrbitAverage, Run
+from pyro_sym.infer.capture import Capture, Captured, Draws, InPlates
 from pyro_sym.infer.certificate import Certificate, certificate
+from pyro_sym.infer.choice import Estimator, choose
 from pyro_sym.infer.density import GuideCall, check_local_sites, log_density
-from pyro_sym.infer.units import normals_of, pair_log_probs
-from pyro_sym.orbit import sequential
-from pyro_sym.orbit.bracket import Bracket, bracket
-from pyro_sym.orbit.exact import CHUNK_NUMEL, LogProb, enumerated
-from pyro_sym.orbit.importance import uniform, uniform_unbiased
-from pyro_sym.orbit.permanent import MAX_SIZE, log_permanent
+from pyro_sym.infer.units import normals_of
+from pyro_sym.orbit.exact import LogProb
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.model import check_symmetry
 
 __all__ = ["AutoSymmetrized", "AutoSymmetrizedNormal", "SymmetryGain"]
 
-Estimator = Literal["auto", "exact", "importance", "uniform"]
-MAX_EXACT_AUTO = 1_000
-MAX_EXACT = 200_000
+# Room for plates that the guide is run in.
+MAX_OUTER = 4
 
 
 class SymmetryGain(NamedTuple):
@@ -93,16 +90,21 @@ class AutoSymmetrized(AutoGuide):
     Densities are compared in constrained space, where the group preserves volume. The ELBO stays a lower
     bound on the log evidence with each estimator:
 
-    * ``"exact"`` computes the average itself: as a permanent, for up to 14 units, where the density
-      factorises over the units of one permutation (:func:`~pyro_sym.infer.units.pair_log_probs` says when: a
-      mean-field guide, no simplex), and by enumeration (up to 200,000 elements) otherwise;
-    * ``"importance"``, for densities that factorise so, weighs :math:`K` permutations proposed unit by unit,
-      the identity among them; it stays tight at any number of units
-      (:func:`~pyro_sym.orbit.sequential.importance`);
+    * ``"exact"`` computes the average itself: by permanents of up to 14 units, for ``AutoNormal`` (no simplex
+      among the moved sites) under permutations that no site ties together, with or without signs; and by
+      enumeration, up to 200,000 elements, otherwise;
+    * ``"importance"``, for permutations, sign flips and products of them and any guide with a density, weighs
+      :math:`K` elements proposed by what the guide says of each unit, the identity among them. It stays tight
+      where units are well separated, at any number of them
+      (:func:`~pyro_sym.orbit.sequential.importance`, :func:`~pyro_sym.orbit.guided.draw_elements`). For
+      ``AutoNormal`` part of the group is summed over exactly; for other guides the proposals come from
+      normals fitted to the guide's marginals now and then, and are looser where units are strongly
+      correlated and overlap;
     * ``"uniform"`` averages over :math:`K` elements, the identity among them; its gain saturates at
       :math:`\log K`;
-    * ``"auto"`` is exact where the density factorises over up to 14 units, importance above that; otherwise
-      exact up to 1,000 elements and uniform above. :attr:`method` says what was chosen.
+    * ``"auto"`` is exact by permanents where that is possible, or by enumeration of up to 1,000 elements;
+      importance otherwise, and uniform only for groups that are not made of permutations and sign flips.
+      :attr:`method` says which of the three was chosen.
 
     Where the units of a mean-field guide on one permutation lie far apart,
     :math:`\log q^G(\omega) = \log q(\omega) - \log |G|` up to an error that is bounded without computing the
@@ -132,7 +134,7 @@ class AutoSymmetrized(AutoGuide):
     Raises:
         ValueError: for an unknown estimator, ``num_elements < 2`` or a negative tolerance.
         SymmetryError: on the first call, if the model is not invariant, a site is unknown, sizes disagree, or
-            the group is too large for ``"exact"``.
+            the group is too large for ``"exact"`` or of another kind than ``"importance"`` takes.
         NoDensityError: on the first call, if the guide has no density that can be evaluated.
 
     Example:
@@ -174,10 +176,9 @@ class AutoSymmetrized(AutoGuide):
         self.estimator = estimator
         self.num_elements = num_elements
         self.tolerance = tolerance
-        self.method: str | None = None
+        self._average: OrbitAverage | None = None
         self._layout: _Layout | None = None
         self._certificate: Certificate | None = None
-        self._by_units = False  # whether the exact average is a permanent
 
     def __setattr__(self, name: str, value: Any) -> None:
         # AutoGuide would become the master of a guide set as its attribute, and make its plates for it.
@@ -237,17 +238,8 @@ class AutoSymmetrized(AutoGuide):
         """
         with torch.no_grad():
             layout, draws = self._draw(num_samples, args, kwargs)
-            method = str(self.method)
-            count = max(self.num_elements, 64)
-            if method == "importance":
-                own, average = self._bracket_of_units(draws, count)
-                lower, upper = own - average.upper, own - average.lower
-                method += average.note
-            else:
-                lower = upper = draws.own - self._log_orbit_average(layout, draws, args, kwargs)
-            if method == "uniform":
-                log_prob = self._log_density(layout, draws, args, kwargs)
-                upper = draws.own - uniform_unbiased(self.symmetry, log_prob, draws.values, draws.own, count)
+            average = self._chosen.bracket(self._run(layout, draws, args, kwargs), self.num_elements)
+            lower, upper = draws.own - average.upper, draws.own - average.lower
         log_order = self.symmetry.log_order(draws.values)
         ends = (float(lower.mean()), min(float(upper.mean()), log_order))
         return SymmetryGain(
@@ -256,7 +248,7 @@ class AutoSymmetrized(AutoGuide):
             upper=ends[1],
             standard_error=float(torch.stack([lower.std(), upper.std()]).max() / math.sqrt(num_samples)),
             log_order=log_order,
-            method=method,
+            method=f"{self.method}{average.note}",
             num_samples=num_samples,
         )
 
@@ -314,6 +306,17 @@ class AutoSymmetrized(AutoGuide):
         values = {name: torch.cat([row.values[name] for row in rows]) for name in layout.native_dims}
         return layout, Draws(values, torch.cat([row.own for row in rows]), rows[-1].indices)
 
+    def _redraw(self, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        """Independent draws of the base guide, all at once where it is known to allow that."""
+        if not isinstance(self.guide, AutoGuide):
+            return self._draw(count, args, kwargs)[1].values
+        layout = self._setup(args, kwargs)
+        plates = [plate.dim for plate in self.guide.plates.values()]
+        lowest = min([*plates, *(-dim for dim in layout.native_dims.values())], default=0)
+        with poutine.block(), pyro.plate("_redraw", count, dim=lowest - 1 - MAX_OUTER):
+            captured = self._capture(args, kwargs)[1]
+        return captured.draws(layout.native_dims).values
+
     def _log_density(
         self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> LogProb:
@@ -329,38 +332,24 @@ class AutoSymmetrized(AutoGuide):
     def _log_orbit_average(
         self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
-        if self.method == "importance":
-            return self._log_average_of_units(draws, sequential.importance, self.num_elements)
-        if self._by_units:
-            return self._log_average_of_units(draws, _exact_of_units)
-        log_prob = self._log_density(layout, draws, args, kwargs)
-        if self.method == "uniform":
-            return uniform(self.symmetry, log_prob, draws.values, draws.own, self.num_elements)
-        return enumerated(self.symmetry, log_prob, draws.values, draws.own)
+        return self._chosen.bound(self._run(layout, draws, args, kwargs), self.num_elements)
 
-    def _log_average_of_units(self, draws: Draws, average: Callable[..., Tensor], *settings: int) -> Tensor:
-        """The log orbit average, from that of the units: what the group does not move is a common factor."""
-        pair = pair_log_probs(self.guide, self.symmetry)
-        assert pair is not None, "chosen only where the density factorises"
-        pairs, own = pair(draws.values)
-        return draws.own - own + average(pairs, *settings)
+    def _run(self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
+        return Run(
+            draws,
+            density=lambda: self._log_density(layout, draws, args, kwargs),
+            redraw=lambda count: self._redraw(count, args, kwargs),
+        )
 
-    def _bracket_of_units(self, draws: Draws, num_elements: int) -> tuple[Tensor, Bracket]:
-        """The log density of the units of every draw, and the bracket of its average, in chunks of draws."""
-        pair = pair_log_probs(self.guide, self.symmetry)
-        assert pair is not None, "chosen only where the density factorises"
-        n = pair({name: value[:1] for name, value in draws.values.items()})[0].shape[-1]
-        rows = max(1, CHUNK_NUMEL // (2 * n * (n + num_elements)))
-        owns = []
+    @property
+    def method(self) -> str | None:
+        """``"exact"``, ``"importance"`` or ``"uniform"``, whichever was chosen on the first call."""
+        return None if self._average is None else self._average.method
 
-        def chunks() -> Iterator[Tensor]:
-            for start in range(0, len(draws.own), rows):
-                pairs, own = pair({name: v[start : start + rows] for name, v in draws.values.items()})
-                owns.append(own)
-                yield pairs
-
-        average = bracket(chunks(), num_elements)
-        return torch.cat(owns), average
+    @property
+    def _chosen(self) -> OrbitAverage:
+        assert self._average is not None, "chosen on the first call"
+        return self._average
 
     def _setup(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Layout:
         """On the first call: look at the base guide, check the symmetry, choose the estimator."""
@@ -374,7 +363,8 @@ class AutoSymmetrized(AutoGuide):
                 layout = _Layout({name: value.dim() for name, value in values.items()}, captured.local)
                 self._try_density(layout, captured.draws(layout.native_dims), args, kwargs)
             self._check_symmetry(args, kwargs)
-            self.method = self._choose(values)
+            supports = {name: self._support(name, site) for name, site in captured.sites.items()}
+            self._average = choose(self.estimator, self.guide, self.symmetry, values, supports)
             self._certificate = certificate(self.guide, self.symmetry, self.tolerance)
             self._layout = layout
         return self._layout
@@ -415,36 +405,11 @@ class AutoSymmetrized(AutoGuide):
             stacklevel=4,
         )
 
-    def _choose(self, values: dict[str, Tensor]) -> str:
-        log_order = self.symmetry.log_order(values)
-        pairs = pair_log_probs(self.guide, self.symmetry)
-        few_units = pairs is not None and pairs(_one_draw(values))[0].shape[-1] <= MAX_SIZE
-        few_elements = log_order <= math.log(MAX_EXACT_AUTO if self.estimator == "auto" else MAX_EXACT) + 1e-9
-        self._by_units = few_units and self.estimator in ("auto", "exact")
-        if self.estimator == "auto":
-            if few_units or few_elements:
-                return "exact"
-            return "uniform" if pairs is None else "importance"
-        if self.estimator == "exact" and not (few_units or few_elements):
-            raise SymmetryError(
-                f"estimator='exact' would enumerate the exp({log_order:.1f}) elements of {self.symmetry}, "
-                f"more than {MAX_EXACT:,}; use estimator='importance' or 'uniform'"
-            )
-        if self.estimator == "importance" and pairs is None:
-            raise SymmetryError(
-                "estimator='importance' needs a density that factorises over the units of one permutation, "
-                f"which {type(self.guide).__name__} under {self.symmetry} does not have; use "
-                "estimator='uniform'"
-            )
-        return self.estimator
-
-
-def _exact_of_units(pairs: Tensor) -> Tensor:
-    return log_permanent(pairs) - math.lgamma(pairs.shape[-1] + 1)
-
-
-def _one_draw(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.unsqueeze(0) for name, value in values.items()}
+    def _support(self, name: str, site: Captured) -> Any:
+        """Where a site lives; an autoguide's own sites may be point masses, which do not say."""
+        prototype = getattr(self.guide, "prototype_trace", None)
+        nodes = {} if prototype is None else prototype.nodes
+        return nodes.get(name, {}).get("fn", site.fn).support
 
 
 class AutoSymmetrizedNormal(AutoSymmetrized):

@@ -17,7 +17,14 @@ from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
 from pyro_sym.symmetry.product import Product
 
-__all__ = ["Normals", "PairLogProbs", "normals_of", "pair_log_probs", "separable_sites"]
+__all__ = [
+    "Normals",
+    "PairLogProbs",
+    "coordinatewise",
+    "normals_of",
+    "pair_log_probs",
+    "separable_sites",
+]
 
 PairLogProbs = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 Normals = Mapping[str, tuple[Tensor, Tensor]]
@@ -66,7 +73,7 @@ def pair_log_probs(guide: Callable[..., Any], symmetry: Symmetry) -> PairLogProb
     transforms: dict[str, Transform] = {}
     for name in units.axes:
         site: Any = guide.prototype_trace.nodes[name]
-        transform = _coordinatewise(biject_to(site["fn"].support))
+        transform = coordinatewise(biject_to(site["fn"].support))
         if transform is None or (units.signed and transform is not identity_transform):
             return None
         transforms[name] = transform
@@ -113,7 +120,7 @@ def separable_sites(guide: Callable[..., Any], symmetry: Symmetry) -> tuple[dict
         return None
     axes = {}
     for name, several in permutations[0].axes.items():
-        transform = _coordinatewise(biject_to(guide.prototype_trace.nodes[name]["fn"].support))
+        transform = coordinatewise(biject_to(guide.prototype_trace.nodes[name]["fn"].support))
         flips = not signs or (signs[0].axes.get(name) == several and transform is identity_transform)
         if len(several) == 1 and transform is not None and flips:
             axes[name] = several[0]
@@ -134,7 +141,7 @@ def _units(symmetry: Symmetry) -> _Units | None:
     return _Units({site: several[0] for site, several in permutation.axes.items()}, bool(signs))
 
 
-def _coordinatewise(transform: Transform) -> Transform | None:
+def coordinatewise(transform: Transform) -> Transform | None:
     """The transform of one coordinate, or None if coordinates are mixed."""
     while isinstance(transform, IndependentTransform):
         transform = transform.base_transform

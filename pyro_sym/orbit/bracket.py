@@ -30,8 +30,8 @@ class Bracket(NamedTuple):
 
     lower: Tensor
     upper: Tensor
-    lower_by: str
-    upper_by: str
+    lower_by: str = "importance"
+    upper_by: str = "importance"
 
     @property
     def note(self) -> str:
