@@ -113,12 +113,12 @@ def symmetrised_at(model: Model, base: AutoNormal, method: str, x: Tensor, y: Te
 
 
 def train(model: Model, guide: torch.nn.Module, x: Tensor, y: Tensor, epochs: int) -> float:
-    """Train a guide; return the seconds that took."""
+    """Train a guide; return the CPU seconds that took."""
     svi = SVI(model, guide, Adam({"lr": 1e-3}), Trace_ELBO())
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(epochs * TRAIN // BATCH):
         svi.step(x, y, BATCH)
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 @torch.no_grad()
@@ -151,12 +151,12 @@ def gain(guide: ps.AutoSymmetrized, x: Tensor, y: Tensor, draws: int) -> dict[st
     }
 
 
-def mean_and_error(values: list[float], digits: int) -> str:
+def mean_and_error(values: list[float], decimals: int) -> str:
     """Mean, and its standard error over seeds where there are several."""
-    mean = f"{np.mean(values):.{digits}f}"
+    mean = f"{np.mean(values):.{decimals}f}"
     if len(values) == 1:
         return mean
-    return f"{mean} ± {np.std(values, ddof=1) / math.sqrt(len(values)):.{digits}f}"
+    return f"{mean} ± {np.std(values, ddof=1) / math.sqrt(len(values)):.{decimals}f}"
 
 
 def study(width: int, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -199,7 +199,7 @@ def report(width: int, rows: list[dict[str, Any]]) -> None:
     print(
         f"\nh = {width}, log h! = {math.lgamma(width + 1):.3f} nats; mean ± standard error, {seeds} seed(s)"
     )
-    print(f"{'trained as':<13}{'accuracy, %':>14}{'L':>19}{'gain':>9}{'L^G = L + gain':>19}{'s / run':>9}")
+    print(f"{'trained as':<13}{'accuracy, %':>14}{'L':>19}{'gain':>9}{'L^G = L + gain':>19}{'CPU s':>9}")
     for method in dict.fromkeys(row["method"] for row in rows):
         columns = {key: [row[key] for row in rows if row["method"] == method] for key in rows[0]}
         print(
