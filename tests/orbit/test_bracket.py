@@ -13,7 +13,7 @@ from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
 
 from pyro_sym import AutoSymmetrized, Permutation
-from pyro_sym.infer import autoguide
+from pyro_sym.infer import average
 from pyro_sym.orbit import bracket as module
 from pyro_sym.orbit.bracket import bracket
 from pyro_sym.orbit.permanent import log_permanent
@@ -65,7 +65,7 @@ def test_a_gain_in_chunks_is_the_gain(monkeypatch: pytest.MonkeyPatch) -> None:
         return AutoSymmetrized(base, Permutation({"w": -2}), estimator=estimator)
 
     exact = guide("exact").symmetry_gain(num_samples=100)
-    monkeypatch.setattr(autoguide, "CHUNK_NUMEL", 12 * (12 + 64) * 7)
+    monkeypatch.setattr(average, "CHUNK_NUMEL", 12 * (12 + 64) * 7)
     result = guide("importance").symmetry_gain(num_samples=100)
     assert result.method == "importance"
     error = Z_LIMIT * math.hypot(exact.standard_error, result.standard_error)
