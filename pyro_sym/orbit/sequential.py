@@ -19,8 +19,8 @@ UNIFORM = 0.01
 SWEEPS = 30
 # Less than this is not told apart in the scaled matrix that proposes, so that its scales stay finite.
 FLOOR = 1e-30
-# How often what is left is scaled anew in training: after every choice up to so many units, then ever n-th.
-RESCALINGS = 32
+# How often what is left is scaled anew in training.
+RESCALINGS = 8
 
 
 def importance(log_matrix: Tensor, num_elements: int) -> Tensor:
@@ -45,7 +45,7 @@ def importance(log_matrix: Tensor, num_elements: int) -> Tensor:
     sweep of the scaling over the slots and units that are left: a unit that only one of these slots can take
     is kept for it. Without that, the last slots are left with units that they can't explain, and the weights
     spread over hundreds of nats; with it after every choice, they spread over a few at 512 units. Here it
-    comes 32 times, evenly spread, so that the cost is about :math:`32 K n^2` multiplications a draw; in
+    comes eight times, evenly spread, so that the cost is about :math:`8 K n^2` multiplications a draw; in
     :func:`importance_bracket` after every choice, :math:`K n^3` of them.
 
     The proposal is not differentiated: the gradient is that of the weighted average at fixed proposals and
@@ -175,43 +175,48 @@ def _choose(
 ) -> tuple[Tensor, Tensor]:
     """The units of slots in their order, and the share that their odds had of those left: both (n, B, K).
 
-    ``rows`` has the scaled matrix, a row a slot. The loop keeps to few operations, for what each costs by
-    itself is most of the time with few units.
+    ``rows`` has the scaled matrix, a row a slot. The inner loop keeps to few operations, for what each costs
+    by itself is most of the time with few units.
     """
     batch, n, _ = rows.shape
     free = rows.new_ones(batch, num_elements, n)
-    scales = free.clone()  # of the columns, after those of the scaled matrix; 0 where a unit is taken
-    odds, cumulative, total = torch.empty_like(free), torch.empty_like(free), free[..., :1].clone()
+    scales = free.clone()  # of the columns, after those of the scaled matrix
+    weights, cumulative = torch.empty_like(free), torch.empty_like(free)
+    total = cumulative[..., -1:]
     uniforms = rows.new_empty(n, batch, num_elements, 1).uniform_(1e-12, 1 - 1e-12)
+    levels, units = torch.empty_like(uniforms), torch.empty_like(uniforms, dtype=torch.long)
     # One choice in n / UNIFORM is uniform among the units left: so rare that it isn't in every step's way.
     astray = torch.rand_like(uniforms) < UNIFORM / n
     any_astray = astray.flatten(1).any(-1).tolist()
-    units = torch.empty_like(uniforms, dtype=torch.long)
-    shares = torch.empty_like(uniforms)
-    for step, (unit, share, uniform) in enumerate(zip(units, shares, uniforms, strict=True)):
-        torch.mul(rows[:, step : step + 1], scales, out=odds)
-        torch.sum(odds, -1, keepdim=True, out=total)
-        # B / (1 - B) is w / (total - w) for a row w of any scale
-        torch.sub(total * (1 + 1e-9), odds, out=cumulative)
-        odds.div_(cumulative)
-        torch.cumsum(odds, -1, out=cumulative)
-        total.copy_(cumulative[..., -1:])
-        torch.searchsorted(cumulative, total * uniform, right=True, out=unit)
-        if any_astray[step]:
-            ranks = free.cumsum(-1)
-            torch.where(
-                astray[step], torch.searchsorted(ranks, ranks[..., -1:] * uniform, right=True), unit, out=unit
-            )
-        if given is not None:
-            identity, order = given
-            torch.where(identity.unsqueeze(-1), order[:, step, None, None], unit, out=unit)
-        torch.gather(odds, -1, unit, out=share)
-        share.div_(total)
-        free.scatter_(-1, unit, 0.0)
-        scales.scatter_(-1, unit, 0.0)
-        if step % stride == 0 and step < n - 1:
-            scales = _rescale(rows[:, step + 1 :], scales, free)
-    return units.squeeze(-1), shares.squeeze(-1)
+    shares = []
+    for start in range(0, n, stride):
+        block = slice(start, start + stride)
+        odds = _odds(rows[:, block], scales)
+        steps = zip(odds, uniforms[block], levels[block], units[block], strict=True)
+        for step, (odds_, uniform, level, unit) in enumerate(steps, start):
+            torch.mul(odds_, free, out=weights)
+            torch.cumsum(weights, -1, out=cumulative)
+            torch.mul(total, uniform, out=level)
+            torch.searchsorted(cumulative, level, right=True, out=unit)
+            if any_astray[step]:
+                ranks = free.cumsum(-1)
+                other = torch.searchsorted(ranks, ranks[..., -1:] * uniform, right=True)
+                torch.where(astray[step], other, unit, out=unit)
+            if given is not None:
+                identity, order = given
+                torch.where(identity.unsqueeze(-1), order[:, step, None, None], unit, out=unit)
+            free.scatter_(-1, unit, 0.0)
+        shares.append(odds.gather(-1, units[block]) * uniforms[block] / levels[block])
+        if start + stride < n:
+            scales = _rescale(rows[:, start + stride :], scales * free, free)
+    return units.squeeze(-1), torch.cat(shares).squeeze(-1)
+
+
+def _odds(rows: Tensor, scales: Tensor) -> Tensor:
+    """The odds B / (1 - B) of the next slots, (s, B, K, n), with their rows scaled to sums of one."""
+    balanced = rows.transpose(0, 1).unsqueeze(2) * scales
+    balanced /= balanced.sum(-1, keepdim=True)
+    return balanced.div_((1 - balanced).clamp_(min=1e-9))
 
 
 def _rescale(left: Tensor, scales: Tensor, free: Tensor) -> Tensor:
