@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
 import pyro
@@ -24,7 +24,8 @@ from pyro_sym.infer.capture import Capture, Captured, Draws, InPlates
 from pyro_sym.infer.certificate import Certificate, certificate
 from pyro_sym.infer.choice import Estimator, choose
 from pyro_sym.infer.density import GuideCall, check_local_sites, log_density
-from pyro_sym.infer.units import normals_of
+from pyro_sym.infer.factors import factorises, pair_factors
+from pyro_sym.infer.units import LogRatios, normals_of, pair_normals
 from pyro_sym.orbit.exact import LogProb
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.model import check_symmetry
@@ -33,6 +34,8 @@ __all__ = ["AutoSymmetrized", "AutoSymmetrizedNormal", "SymmetryGain"]
 
 # Room for plates that the guide is run in.
 MAX_OUTER = 4
+# Draws at which it is tried whether a guide's density factorises over units.
+NUM_TRIED = 8
 
 
 class SymmetryGain(NamedTuple):
@@ -239,7 +242,7 @@ class AutoSymmetrized(AutoGuide):
         with torch.no_grad():
             layout, draws = self._draw(num_samples, args, kwargs)
             average = self._chosen.bracket(self._run(layout, draws, args, kwargs), self.num_elements)
-            lower, upper = draws.own - average.upper, draws.own - average.lower
+            lower, upper = -average.upper, -average.lower
         log_order = self.symmetry.log_order(draws.values)
         ends = (float(lower.mean()), min(float(upper.mean()), log_order))
         return SymmetryGain(
@@ -303,8 +306,7 @@ class AutoSymmetrized(AutoGuide):
             with poutine.block():
                 layout, captured = self._capture(args, kwargs)
             rows.append(captured.draws(layout.native_dims))
-        values = {name: torch.cat([row.values[name] for row in rows]) for name in layout.native_dims}
-        return layout, Draws(values, torch.cat([row.own for row in rows]), rows[-1].indices)
+        return layout, _joined(rows)
 
     def _redraw(self, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
         """Independent draws of the base guide, all at once where it is known to allow that."""
@@ -332,7 +334,8 @@ class AutoSymmetrized(AutoGuide):
     def _log_orbit_average(
         self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
-        return self._chosen.bound(self._run(layout, draws, args, kwargs), self.num_elements)
+        ratio = self._chosen.bound(self._run(layout, draws, args, kwargs), self.num_elements)
+        return draws.own + ratio.to(draws.own.dtype)
 
     def _run(self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         return Run(
@@ -361,10 +364,13 @@ class AutoSymmetrized(AutoGuide):
                 self.symmetry.check_values(values)
                 self._refuse_sites(captured)
                 layout = _Layout({name: value.dim() for name, value in values.items()}, captured.local)
-                self._try_density(layout, captured.draws(layout.native_dims), args, kwargs)
+                draws = captured.draws(layout.native_dims)
+                self._try_density(layout, draws, args, kwargs)
+                units = pair_normals(self.guide, self.symmetry)
+                units = units or self._pair_factors(layout, draws, args, kwargs)
             self._check_symmetry(args, kwargs)
             supports = {name: self._support(name, site) for name, site in captured.sites.items()}
-            self._average = choose(self.estimator, self.guide, self.symmetry, values, supports)
+            self._average = choose(self.estimator, self.guide, self.symmetry, values, supports, units)
             self._certificate = certificate(self.guide, self.symmetry, self.tolerance)
             self._layout = layout
         return self._layout
@@ -395,6 +401,22 @@ class AutoSymmetrized(AutoGuide):
             local = {name: layout.native_dims[name] for name in layout.local}
             check_local_sites(self.guide, GuideCall(local, args, kwargs, draws.indices), values, moved)
 
+    def _pair_factors(
+        self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> LogRatios | None:
+        """For a guide that isn't known from outside, but is seen to factorise over units."""
+        pairs = pair_factors(self.symmetry, draws)
+        if pairs is None:
+            return None
+        rows = []
+        for _ in range(NUM_TRIED):
+            with Capture(self.guide) as captured:
+                self.guide(*args, **kwargs)
+            rows.append(captured.draws(layout.native_dims))
+        others = _joined(rows)
+        density = self._log_density(layout, others, args, kwargs)
+        return pairs if factorises(pairs, self.symmetry, others, density) else None
+
     def _check_symmetry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.model is not None:
             check_symmetry(self.model, self.symmetry, *args, **kwargs)
@@ -410,6 +432,12 @@ class AutoSymmetrized(AutoGuide):
         prototype = getattr(self.guide, "prototype_trace", None)
         nodes = {} if prototype is None else prototype.nodes
         return nodes.get(name, {}).get("fn", site.fn).support
+
+
+def _joined(rows: list[Draws]) -> Draws:
+    """Several calls' draws as those of one call, which is the last."""
+    values = {name: torch.cat([row.values[name] for row in rows]) for name in rows[-1].values}
+    return replace(rows[-1], values=values, own=torch.cat([row.own for row in rows]))
 
 
 class AutoSymmetrizedNormal(AutoSymmetrized):

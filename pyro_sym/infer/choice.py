@@ -14,7 +14,7 @@ from torch.distributions.transforms import Transform, identity_transform
 from pyro_sym.errors import SymmetryError
 from pyro_sym.infer.average import Enumeration, OneBlock, OrbitAverage, Uniform
 from pyro_sym.infer.blocks import BlocksOfDensity, BlocksOfNormals, coordinates, flipped_sites
-from pyro_sym.infer.units import coordinatewise, pair_log_probs
+from pyro_sym.infer.units import LogRatios, coordinatewise
 from pyro_sym.orbit.coupling import Coupling
 from pyro_sym.orbit.permanent import MAX_SIZE
 from pyro_sym.symmetry.base import Symmetry
@@ -32,6 +32,7 @@ def choose(
     symmetry: Symmetry,
     values: Mapping[str, Tensor],
     supports: Mapping[str, Any],
+    units: LogRatios | None,
 ) -> OrbitAverage:
     """The way to the log orbit average that an estimator's name stands for.
 
@@ -41,6 +42,7 @@ def choose(
         symmetry: the group.
         values: one draw by site.
         supports: by site.
+        units: pairs slots and units, where the guide's density factorises over them.
 
     Returns:
         The average. ``"auto"`` is exact where that takes permanents of up to 14 units or up to 1,000
@@ -54,11 +56,11 @@ def choose(
     log_order = symmetry.log_order(values)
     coupling = Coupling.of(symmetry)
     normals = _normal_coordinates(guide, symmetry)
-    one_block = pair_log_probs(guide, symmetry) is not None
     if estimator in ("auto", "exact"):
-        if coupling and normals and len(coupling.uncoupled(values, MAX_SIZE)) == len(coupling.blocks):
-            if one_block:
-                return OneBlock(guide, symmetry, "exact")
+        summable = coupling and len(coupling.uncoupled(values, MAX_SIZE)) == len(coupling.blocks)
+        if units and summable:
+            return OneBlock(guide, symmetry, "exact", units)
+        if normals and coupling and summable:
             return BlocksOfNormals(guide, symmetry, "exact", coupling, normals, MAX_SIZE)
         if log_order <= math.log(MAX_EXACT_AUTO if estimator == "auto" else MAX_EXACT) + 1e-9:
             return Enumeration(guide, symmetry, "exact")
@@ -74,8 +76,8 @@ def choose(
             f"estimator='importance' draws permutations and sign flips, and {symmetry} is not made of them; "
             "use estimator='uniform'"
         )
-    if one_block:
-        return OneBlock(guide, symmetry, "importance")
+    if units:
+        return OneBlock(guide, symmetry, "importance", units)
     if normals:
         return BlocksOfNormals(guide, symmetry, "importance", coupling, normals)
     flipped = flipped_sites(symmetry)

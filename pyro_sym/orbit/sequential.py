@@ -236,4 +236,4 @@ def _log_weights(
     row = torch.arange(draws, device=log_matrix.device)[:, None, None]
     slot = torch.arange(n, device=log_matrix.device)
     scores = log_matrix[row, slot, assignments].sum(-1)
-    return scores - log_proposals.to(scores.dtype) - math.lgamma(n + 1)
+    return scores.double() - log_proposals - math.lgamma(n + 1)

@@ -524,3 +524,26 @@ def test_bad_settings_are_refused() -> None:
 
     with pytest.raises(SymmetryError, match="would enumerate"):
         AutoSymmetrized(AutoNormal(wide), Permutation({"w": -1}), estimator="exact")()
+
+
+def test_gains_of_large_densities_keep_their_digits() -> None:
+    """In single precision, with tens of thousands of nats on either side of the difference."""
+
+    def model() -> None:
+        pyro.sample("w", dist.Normal(torch.zeros(20, 800), 100.0).to_event(2))
+
+    def init(site: Any) -> Tensor:
+        return 1e-3 * torch.arange(20.0).unsqueeze(-1).expand(20, 800)
+
+    for base, symmetry in (
+        (AutoNormal(model, init_loc_fn=init, init_scale=1e-5), Permutation({"w": -2})),
+        (AutoDiagonalNormal(model, init_loc_fn=init, init_scale=1e-5), Permutation({"w": -2})),
+    ):
+        guide = AutoSymmetrized(base, symmetry)
+        own = guide._draw(1, (), {})[1].own.detach()
+        assert own.dtype == torch.float32 and float(own.abs()) > 1e5
+        gain = guide.symmetry_gain(num_samples=5)
+        assert gain.method == "importance"
+        assert gain.lower <= gain.upper + 1e-4
+        assert max(gain.lower, gain.upper) <= gain.log_order + 1e-4
+        assert gain.lower == pytest.approx(gain.log_order, abs=0.1)

@@ -107,7 +107,8 @@ def bracket(guide: AutoSymmetrized, count: int, num_elements: int) -> tuple[Tens
         run = guide._run(layout, draws, (), {})
         exact = enumerated(guide.symmetry, run.density(), draws.values, draws.own)
         chosen = guide._chosen
-        return chosen.bound(run, num_elements) - exact, chosen.unbiased(run, num_elements) - exact
+        halves = chosen.bound(run, num_elements), chosen.unbiased(run, num_elements)
+        return draws.own + halves[0] - exact, draws.own + halves[1] - exact
 
 
 def check_direction(above: Tensor, below: Tensor) -> None:
