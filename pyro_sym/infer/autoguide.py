@@ -94,15 +94,17 @@ class AutoSymmetrized(AutoGuide):
     bound on the log evidence with each estimator:
 
     * ``"exact"`` computes the average itself: by permanents of up to 14 units, for ``AutoNormal`` (no simplex
-      among the moved sites) under permutations that no site ties together, with or without signs; and by
-      enumeration, up to 200,000 elements, otherwise;
+      among the moved sites) under permutations that no site ties together, with or without signs, and for
+      guides written by hand whose moved sites are independent of all others and from unit to unit, or
+      Dirichlet weights of the units, under one permutation; and by enumeration, up to 200,000 elements,
+      otherwise;
     * ``"importance"``, for permutations, sign flips and products of them and any guide with a density, weighs
       :math:`K` elements proposed by what the guide says of each unit, the identity among them. It stays tight
       where units are well separated, at any number of them
       (:func:`~pyro_sym.orbit.sequential.importance`, :func:`~pyro_sym.orbit.guided.draw_elements`). For
-      ``AutoNormal`` part of the group is summed over exactly; for other guides the proposals come from
-      normals fitted to the guide's marginals now and then, and are looser where units are strongly
-      correlated and overlap;
+      ``AutoNormal`` part of the group is summed over exactly; for guides that do not factorise over units
+      the proposals come from normals fitted to the guide's marginals now and then, and are looser where
+      units are strongly correlated and overlap;
     * ``"uniform"`` averages over :math:`K` elements, the identity among them; its gain saturates at
       :math:`\log K`;
     * ``"auto"`` is exact by permanents where that is possible, or by enumeration of up to 1,000 elements;
@@ -125,7 +127,8 @@ class AutoSymmetrized(AutoGuide):
     Args:
         guide: any Pyro guide whose density can be evaluated: Pyro's autoguides (but not the point masses),
             and hand-written guides without auxiliary variables. Sites inside subsampled plates are left as
-            they are.
+            they are. A guide that has been trained already goes on from there, its parameters under the
+            names that they have.
         symmetry: the group; its sites must be latent sites of the guide.
         estimator: how the orbit average is computed.
         num_elements: :math:`K`, the identity included, for ``"importance"`` and ``"uniform"``.
@@ -135,7 +138,8 @@ class AutoSymmetrized(AutoGuide):
             warning says so.
 
     Raises:
-        ValueError: for an unknown estimator, ``num_elements < 2`` or a negative tolerance.
+        ValueError: for an unknown estimator, ``num_elements < 2`` or a negative tolerance; for a guide that
+            has been run without a name, or an autoguide that was copied before its first run.
         SymmetryError: on the first call, if the model is not invariant, a site is unknown, sizes disagree, or
             the group is too large for ``"exact"`` or of another kind than ``"importance"`` takes.
         NoDensityError: on the first call, if the guide has no density that can be evaluated.
@@ -173,7 +177,8 @@ class AutoSymmetrized(AutoGuide):
             raise ValueError(f"num_elements={num_elements} must be at least 2: the identity and one more")
         if tolerance is not None and not tolerance >= 0:
             raise ValueError(f"tolerance={tolerance} must be a number of nats, at least 0, or None")
-        super().__init__(model if model is not None else getattr(guide, "model", None))
+        found = _model_of(guide)
+        super().__init__(model if model is not None else found)
         self.guide = guide
         self.symmetry = symmetry
         self.estimator = estimator
@@ -184,6 +189,10 @@ class AutoSymmetrized(AutoGuide):
         self._certificate: Certificate | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, PyroModule) and _has_run(value):
+            # Its parameters have names in the store already, and go by them.
+            torch.nn.Module.add_module(self, name, value)
+            return
         # AutoGuide would become the master of a guide set as its attribute, and make its plates for it.
         PyroModule.__setattr__(self, name, value)
 
@@ -415,7 +424,7 @@ class AutoSymmetrized(AutoGuide):
             rows.append(captured.draws(layout.native_dims))
         others = _joined(rows)
         density = self._log_density(layout, others, args, kwargs)
-        return pairs if factorises(pairs, self.symmetry, others, density) else None
+        return pairs if factorises(pairs, others, density) else None
 
     def _check_symmetry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.model is not None:
@@ -432,6 +441,31 @@ class AutoSymmetrized(AutoGuide):
         prototype = getattr(self.guide, "prototype_trace", None)
         nodes = {} if prototype is None else prototype.nodes
         return nodes.get(name, {}).get("fn", site.fn).support
+
+
+def _model_of(guide: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The model of a guide that carries it; in Pyro, an autoguide that is copied and its copy do not."""
+    if not isinstance(guide, AutoGuide):
+        return getattr(guide, "model", None)
+    if guide._model is not None:
+        return guide.model
+    if guide.prototype_trace is None:
+        raise ValueError(
+            f"{type(guide).__name__} lost its model when it was copied or pickled, and had not been run "
+            "before; make a new one from the model, or run it once before it is copied"
+        )
+    return None
+
+
+def _has_run(guide: PyroModule) -> bool:
+    """Whether any part of a guide has run, so that its parameters have their names."""
+    used = any(m._pyro_context.used for m in guide.modules() if isinstance(m, PyroModule))
+    if used and not guide._pyro_name:
+        raise ValueError(
+            f"{type(guide).__name__} has been run already, and has no name to go by within another module; give "
+            "it one when it is made, as in super().__init__(name='guide'), or symmetrise it before it is run"
+        )
+    return used
 
 
 def _joined(rows: list[Draws]) -> Draws:

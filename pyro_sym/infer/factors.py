@@ -1,4 +1,4 @@
-r"""Guides written by hand whose density factorises over units: the same matrix, from the guide's distributions."""
+"""Guides written by hand whose density factorises over units: the matrix from their distributions."""
 
 from __future__ import annotations
 
@@ -12,20 +12,25 @@ from torch import Tensor
 from torch.distributions import Dirichlet, Independent, constraints
 
 from pyro_sym.infer.capture import Draws
-from pyro_sym.infer.units import LogRatios, log_ratios, signed_axes
+from pyro_sym.infer.units import log_ratios, signed_axes
 from pyro_sym.orbit.exact import LogProb
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation
 
-__all__ = ["factorises", "pair_factors"]
+__all__ = ["PairFactors", "factorises", "pair_factors"]
 
 # Images of each draw at which the density is compared.
 NUM_IMAGES = 4
 
 
 @dataclass(frozen=True)
-class _PairFactors:
-    """Pairs slots and units by what the guide drew its sites from."""
+class PairFactors:
+    """Pairs slots and units by what the guide drew its sites from.
+
+    Attributes:
+        axes: by moved site.
+        signed: whether a sign rides on each unit.
+    """
 
     axes: Mapping[str, int]
     signed: bool
@@ -41,14 +46,14 @@ class _PairFactors:
         return total
 
 
-def pair_factors(symmetry: Symmetry, draws: Draws) -> LogRatios | None:
-    r"""The function of draws that pairs slots and units of a guide written by hand, if its sites are of the kind.
+def pair_factors(symmetry: Symmetry, draws: Draws) -> PairFactors | None:
+    r"""The function of draws that pairs slots and units of a guide written by hand, by its distributions.
 
     Sites whose units lie along a batch axis of their distributions are independent from unit to unit; on the
     axis of a simplex itself, :math:`\operatorname{Dirichlet}(\alpha)` pairs slot :math:`i` with unit
     :math:`j` by :math:`(\alpha_i - 1) \log \omega_j`, up to what no permutation changes. The rest is as for
-    :func:`~pyro_sym.infer.units.pair_normals`. That the distributions do not depend on other sites is not seen
-    here: :func:`factorises` compares.
+    :func:`~pyro_sym.infer.units.pair_normals`. That the distributions do not depend on other sites is not
+    seen here: :func:`factorises` compares.
 
     Args:
         symmetry: the group: one permutation, with or without a sign a unit.
@@ -69,24 +74,22 @@ def pair_factors(symmetry: Symmetry, draws: Draws) -> LogRatios | None:
             return None
         if signed and not (by_unit and _is_real(base.support)):
             return None
-    return _PairFactors(axes, signed)
+    return PairFactors(axes, signed)
 
 
 @torch.no_grad()
-def factorises(pairs: LogRatios, symmetry: Symmetry, draws: Draws, density: LogProb) -> bool:
+def factorises(pairs: PairFactors, draws: Draws, density: LogProb) -> bool:
     """Whether the matrix tells the density at images of draws, those of one call with the fns of another.
 
     Args:
         pairs: from :func:`pair_factors`.
-        symmetry: the group.
         draws: several independent draws.
         density: the log density of the guide.
 
     Returns:
         Whether they agree at random relabellings and, with signs, at the draws with all signs flipped.
     """
-    assert isinstance(pairs, _PairFactors)
-    permutation = Permutation({site: axis for site, axis in pairs.axes.items()})
+    permutation = Permutation({**pairs.axes})
     values = draws.values
     own, matrix = density(values), pairs.pairs(draws)
     units = permutation.sample(values, (NUM_IMAGES, len(own)))

@@ -33,8 +33,8 @@ LogRatios = Callable[[Draws], Tensor]
 Normals = Mapping[str, tuple[Tensor, Tensor]]
 """Location and scale of an ``AutoNormal``'s sites on the unconstrained line."""
 
-# Above this many entries the squared distances are expanded into matrix products, in double precision: with the
-# backward pass they are faster from here on, twentyfold at 30 units of 800 numbers and 4 draws.
+# Above this many entries the squared distances are expanded into matrix products, in double precision. With
+# the backward pass they are faster from here on: twentyfold for 30 units of 800 numbers and 4 draws.
 MAX_DIFFERENCES = 2**16
 
 
@@ -101,7 +101,7 @@ def pair_normals(guide: Callable[..., Any], symmetry: Symmetry) -> LogRatios | N
 
 
 def log_ratios(pairs: Tensor, flipped: Tensor | None) -> Tensor:
-    r"""From :math:`\log q_i(\omega_j)`, and :math:`\log q_i(-\omega_j)` where there are signs, to :math:`L`."""
+    r""":math:`L` from :math:`\log q_i(\omega_j)`, and :math:`\log q_i(-\omega_j)` where there are signs."""
     own = pairs.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
     if flipped is None:
         return pairs - own
@@ -137,7 +137,7 @@ def separable_sites(guide: Callable[..., Any], symmetry: Symmetry) -> tuple[dict
 
 
 def signed_axes(symmetry: Symmetry) -> tuple[dict[str, int], bool] | None:
-    """The axis of each site along which one permutation moves units, and whether signs ride on all of them."""
+    """The axis of each site along which one permutation moves units, and whether a sign rides on each."""
     members = symmetry.members if isinstance(symmetry, Product) else [symmetry]
     permutations = [m for m in members if isinstance(m, Permutation)]
     signs = [m for m in members if isinstance(m, SignFlip)]

@@ -39,7 +39,7 @@ def mixture(k: int) -> Guide:
 
 
 def by_hand(k: int, separation: float) -> Guide:
-    """Every kind of factor: a simplex over units, a univariate one, a vector a unit, in plates and without."""
+    """A simplex over units, numbers, vectors and simplices of units; in plates and without."""
     start, first, second = torch.randn(k, 2), torch.rand(k), torch.rand(k)
 
     def guide() -> None:
