@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
@@ -329,9 +329,15 @@ class AutoSymmetrized(AutoGuide):
         return captured.draws(layout.native_dims).values
 
     def _log_density(
-        self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        layout: _Layout,
+        draws: Draws,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sites: Collection[str] | None = None,
     ) -> LogProb:
-        return log_density(self.guide, GuideCall(layout.averaged, args, kwargs, draws.indices))
+        dims = {name: dim for name, dim in layout.averaged.items() if sites is None or name in sites}
+        return log_density(self.guide, GuideCall(dims, args, kwargs, draws.indices))
 
     def _certified_average(self, captured: Capture, draws: Draws) -> Tensor | None:
         """The log orbit average up to the tolerance, where the units lie so far apart that it is known."""
@@ -349,7 +355,7 @@ class AutoSymmetrized(AutoGuide):
     def _run(self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         return Run(
             draws,
-            density=lambda: self._log_density(layout, draws, args, kwargs),
+            density=lambda sites=None: self._log_density(layout, draws, args, kwargs, sites),
             redraw=lambda count: self._redraw(count, args, kwargs),
         )
 
@@ -462,8 +468,8 @@ def _has_run(guide: PyroModule) -> bool:
     used = any(m._pyro_context.used for m in guide.modules() if isinstance(m, PyroModule))
     if used and not guide._pyro_name:
         raise ValueError(
-            f"{type(guide).__name__} has been run already, and has no name to go by within another module; give "
-            "it one when it is made, as in super().__init__(name='guide'), or symmetrise it before it is run"
+            f"{type(guide).__name__} has been run already, and has no name to go by within another module; "
+            "give it one when it is made, as in super().__init__(name='guide'), or symmetrise it unrun"
         )
     return used
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,12 +19,13 @@ from pyro_sym.infer.capture import Draws
 from pyro_sym.infer.units import LogRatios
 from pyro_sym.orbit import sequential
 from pyro_sym.orbit.bracket import Bracket, bracket
-from pyro_sym.orbit.exact import CHUNK_NUMEL, LogProb, enumerated
+from pyro_sym.orbit.exact import CHUNK_NUMEL, LogProb, enumerated, log_prob_at_images
 from pyro_sym.orbit.importance import uniform, uniform_unbiased
 from pyro_sym.orbit.permanent import log_permanent
 from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.elementary import Permutation
 
-__all__ = ["Enumeration", "Method", "OneBlock", "OrbitAverage", "Run", "Uniform"]
+__all__ = ["Enumeration", "Method", "OneBlock", "OrbitAverage", "PartlyOneBlock", "Run", "Uniform"]
 
 # Elements of the diagnostics' unbiased half, at least.
 NUM_DIAGNOSED = 64
@@ -38,12 +39,13 @@ class Run:
 
     Attributes:
         draws: what the guide drew.
-        density: makes the log density of the guide, as a function of values.
+        density: makes the log density of the guide, as a function of values; or of some of its sites, for
+            guides in which these are independent of the others.
         redraw: makes so many other draws, by site.
     """
 
     draws: Draws
-    density: Callable[[], LogProb]
+    density: Callable[..., LogProb]
     redraw: Callable[[int], dict[str, Tensor]]
 
     def relative(self) -> LogProb:
@@ -144,3 +146,35 @@ class OneBlock(OrbitAverage):
         n = self.units(next(run.parts(1)).draws).shape[-1]
         parts = run.parts(max(1, CHUNK_NUMEL // (2 * n * (n + count))))
         return bracket((self.units(part.draws).double() for part in parts), count)
+
+
+@dataclass
+class PartlyOneBlock(OrbitAverage):
+    """Of sites that factorise over units, by which elements are proposed, and independent ones that do not.
+
+    The weights of an ``AutoNormal``'s mixture are of the second kind: stick-breaking mixes their coordinates.
+
+    Attributes:
+        units: pairs slots and units by sites of the first kind.
+        rest: the sites of the second kind, and the axis of each along which its units lie.
+    """
+
+    units: LogRatios
+    rest: Mapping[str, int]
+
+    def bound(self, run: Run, num_elements: int) -> Tensor:
+        return sequential.importance(self.units(run.draws), num_elements, self._of_rest(run))
+
+    def unbiased(self, run: Run, num_elements: int) -> Tensor:
+        return sequential.importance_unbiased(self.units(run.draws), num_elements, self._of_rest(run))
+
+    def _of_rest(self, run: Run) -> Callable[[Tensor], Tensor]:
+        """The log density of the rest at images by assignments (P, K, n), relative to the draws'."""
+        permutation, density = Permutation({**self.rest}), run.density(self.rest)
+        values = {site: run.draws.values[site] for site in self.rest}
+
+        def ratios(assignments: Tensor) -> Tensor:
+            images = log_prob_at_images(permutation, density, values, assignments.transpose(0, 1))
+            return (images - density(values)).mT
+
+        return ratios

@@ -12,12 +12,13 @@ from torch.distributions import biject_to
 from torch.distributions.transforms import Transform, identity_transform
 
 from pyro_sym.errors import SymmetryError
-from pyro_sym.infer.average import Enumeration, OneBlock, OrbitAverage, Uniform
+from pyro_sym.infer.average import Enumeration, OneBlock, OrbitAverage, PartlyOneBlock, Uniform
 from pyro_sym.infer.blocks import BlocksOfDensity, BlocksOfNormals, coordinates, flipped_sites
-from pyro_sym.infer.units import LogRatios, coordinatewise
+from pyro_sym.infer.units import LogRatios, coordinatewise, pair_normals, separable_sites, signed_axes
 from pyro_sym.orbit.coupling import Coupling
 from pyro_sym.orbit.permanent import MAX_SIZE
 from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.elementary import Permutation
 
 __all__ = ["Estimator", "choose"]
 
@@ -80,9 +81,22 @@ def choose(
         return OneBlock(guide, symmetry, "importance", units)
     if normals:
         return BlocksOfNormals(guide, symmetry, "importance", coupling, normals)
+    partly = _partly_one_block(guide, symmetry)
+    if partly:
+        return partly
     flipped = flipped_sites(symmetry)
     transforms = {site: coordinates(supports[site], site in flipped) for site in symmetry.sites}
     return BlocksOfDensity(guide, symmetry, "importance", coupling, transforms)
+
+
+def _partly_one_block(guide: Callable[..., Any], symmetry: Symmetry) -> PartlyOneBlock | None:
+    """For mean-field guides on one permutation, some of whose sites factorise over units."""
+    moved, separable = signed_axes(symmetry), separable_sites(guide, symmetry)
+    if moved is None or separable is None or moved[1]:
+        return None
+    units = pair_normals(guide, Permutation({**separable[0]}))
+    rest = {site: axis for site, axis in moved[0].items() if site not in separable[0]}
+    return PartlyOneBlock(guide, symmetry, "importance", units, rest) if units and rest else None
 
 
 def _normal_coordinates(guide: Callable[..., Any], symmetry: Symmetry) -> dict[str, Transform] | None:

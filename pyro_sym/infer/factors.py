@@ -36,6 +36,7 @@ class PairFactors:
     signed: bool
 
     def __call__(self, draws: Draws) -> Tensor:
+        """The matrix."""
         return log_ratios(self.pairs(draws), self.pairs(draws, sign=-1) if self.signed else None)
 
     def pairs(self, draws: Draws, sign: int = 1) -> Tensor:

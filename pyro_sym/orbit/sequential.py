@@ -8,11 +8,14 @@ group does not move.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 __all__ = ["importance", "importance_bracket", "importance_unbiased", "propose", "sinkhorn"]
+
+Rest = Callable[[Tensor], Tensor]
 
 # Mixed into the choices of one permutation, all together: it bounds the weights, at a cost of as many nats.
 UNIFORM = 0.01
@@ -23,7 +26,7 @@ FLOOR = 1e-30
 RESCALINGS = 32
 
 
-def importance(log_matrix: Tensor, num_elements: int) -> Tensor:
+def importance(log_matrix: Tensor, num_elements: int, rest: Rest | None = None) -> Tensor:
     r"""Guided permutations beside the identity, for which the ELBO stays a lower bound.
 
     With :math:`\omega \sim q`, :math:`g_0 = e` and :math:`g_1, \dots, g_{K-1} \sim \tau(\cdot \mid \omega)`,
@@ -54,6 +57,8 @@ def importance(log_matrix: Tensor, num_elements: int) -> Tensor:
     Args:
         log_matrix: :math:`L`, of shape ``(P, n, n)``.
         num_elements: :math:`K`, the identity included.
+        rest: a factor of the density that is no product over units, and plays no part in the proposals: from
+            assignments of shape ``(P, K, n)`` to its logarithm relative to the identity's, ``(P, K)``.
 
     Returns:
         The logarithm of the average, of shape ``(P,)``, in nats: in expectation over :math:`\omega` and the
@@ -68,10 +73,10 @@ def importance(log_matrix: Tensor, num_elements: int) -> Tensor:
         Sobolev and Vetrov 2019, arXiv 1905.03290, for the bound; Sinkhorn-scaled sequential sampling of
         permanents goes back to Beichl and Sullivan 1999.
     """
-    return _log_mean(_log_weights(log_matrix, num_elements, with_identity=True))
+    return _log_mean(_log_weights(log_matrix, num_elements, True, rest=rest))
 
 
-def importance_unbiased(log_matrix: Tensor, num_elements: int) -> Tensor:
+def importance_unbiased(log_matrix: Tensor, num_elements: int, rest: Rest | None = None) -> Tensor:
     r"""The logarithm of an unbiased estimate of the orbit average: the proposals without the identity.
 
     By Jensen's inequality its expectation is at most :math:`\log \operatorname{perm}(e^L) - \log n!`. It
@@ -80,11 +85,12 @@ def importance_unbiased(log_matrix: Tensor, num_elements: int) -> Tensor:
     Args:
         log_matrix: :math:`L`, of shape ``(P, n, n)``.
         num_elements: :math:`K`.
+        rest: as for :func:`importance`.
 
     Returns:
         The logarithm of the estimate, of shape ``(P,)``, in nats.
     """
-    return _log_mean(_log_weights(log_matrix, num_elements, with_identity=False))
+    return _log_mean(_log_weights(log_matrix, num_elements, False, rest=rest))
 
 
 def importance_bracket(log_matrix: Tensor, num_elements: int) -> tuple[Tensor, Tensor]:
@@ -224,7 +230,11 @@ def _log_mean(log_weights: Tensor) -> Tensor:
 
 
 def _log_weights(
-    log_matrix: Tensor, num_elements: int, with_identity: bool, rescalings: int = RESCALINGS
+    log_matrix: Tensor,
+    num_elements: int,
+    with_identity: bool,
+    rescalings: int = RESCALINGS,
+    rest: Rest | None = None,
 ) -> Tensor:
     """Of shape (P, K): what each proposed permutation says the orbit average is."""
     draws, n, _ = log_matrix.shape
@@ -236,4 +246,6 @@ def _log_weights(
     row = torch.arange(draws, device=log_matrix.device)[:, None, None]
     slot = torch.arange(n, device=log_matrix.device)
     scores = log_matrix[row, slot, assignments].sum(-1)
+    if rest is not None:
+        scores = scores + rest(assignments)
     return scores.double() - log_proposals - math.lgamma(n + 1)
