@@ -169,12 +169,9 @@ class PartlyOneBlock(OrbitAverage):
         return sequential.importance_unbiased(self.units(run.draws), num_elements, self._of_rest(run))
 
     def _of_rest(self, run: Run) -> Callable[[Tensor], Tensor]:
-        """The log density of the rest at images by assignments (P, K, n), relative to the draws'."""
+        """The log density of the rest at images by assignments (P, K, n)."""
         permutation, density = Permutation({**self.rest}), run.density(self.rest)
         values = {site: run.draws.values[site] for site in self.rest}
-
-        def ratios(assignments: Tensor) -> Tensor:
-            images = log_prob_at_images(permutation, density, values, assignments.transpose(0, 1))
-            return (images - density(values)).mT
-
-        return ratios
+        return lambda assignments: (
+            log_prob_at_images(permutation, density, values, assignments.transpose(0, 1)).mT
+        )

@@ -58,7 +58,8 @@ def importance(log_matrix: Tensor, num_elements: int, rest: Rest | None = None) 
         log_matrix: :math:`L`, of shape ``(P, n, n)``.
         num_elements: :math:`K`, the identity included.
         rest: a factor of the density that is no product over units, and plays no part in the proposals: from
-            assignments of shape ``(P, K, n)`` to its logarithm relative to the identity's, ``(P, K)``.
+            assignments of shape ``(P, K, n)`` to its logarithm, of shape ``(P, K)``. With one, what is
+            returned is relative to its value at the identity.
 
     Returns:
         The logarithm of the average, of shape ``(P,)``, in nats: in expectation over :math:`\omega` and the
@@ -73,7 +74,7 @@ def importance(log_matrix: Tensor, num_elements: int, rest: Rest | None = None) 
         Sobolev and Vetrov 2019, arXiv 1905.03290, for the bound; Sinkhorn-scaled sequential sampling of
         permanents goes back to Beichl and Sullivan 1999.
     """
-    return _log_mean(_log_weights(log_matrix, num_elements, True, rest=rest))
+    return _log_mean(_log_weights(log_matrix, num_elements, rest=rest))
 
 
 def importance_unbiased(log_matrix: Tensor, num_elements: int, rest: Rest | None = None) -> Tensor:
@@ -90,7 +91,7 @@ def importance_unbiased(log_matrix: Tensor, num_elements: int, rest: Rest | None
     Returns:
         The logarithm of the estimate, of shape ``(P,)``, in nats.
     """
-    return _log_mean(_log_weights(log_matrix, num_elements, False, rest=rest))
+    return _log_mean(_log_weights(log_matrix, num_elements + 1, rest=rest)[:, 1:])
 
 
 def importance_bracket(log_matrix: Tensor, num_elements: int) -> tuple[Tensor, Tensor]:
@@ -112,7 +113,7 @@ def importance_bracket(log_matrix: Tensor, num_elements: int) -> tuple[Tensor, T
         True
     """
     n = log_matrix.shape[-1]
-    weights = _log_weights(log_matrix, num_elements + 1, with_identity=True, rescalings=n)
+    weights = _log_weights(log_matrix, num_elements + 1, rescalings=n)
     return _log_mean(weights[:, 1:]), _log_mean(weights[:, :-1])
 
 
@@ -185,39 +186,36 @@ def _choose(
     itself is most of the time with few units.
     """
     batch, n, _ = rows.shape
-    free = rows.new_ones(batch, num_elements, n)
-    scales = free.clone()  # of the columns, after those of the scaled matrix; 0 where a unit is taken
-    odds, cumulative, total = torch.empty_like(free), torch.empty_like(free), free[..., :1].clone()
+    scales = rows.new_ones(batch, num_elements, n)  # of the columns; 0 where a unit is taken
+    odds, cumulative, total = torch.empty_like(scales), torch.empty_like(scales), scales[..., :1].clone()
     uniforms = rows.new_empty(n, batch, num_elements, 1).uniform_(1e-12, 1 - 1e-12)
     # One choice in n / UNIFORM is uniform among the units left: so rare that it isn't in every step's way.
     astray = torch.rand_like(uniforms) < UNIFORM / n
     any_astray = astray.flatten(1).any(-1).tolist()
     units = torch.empty_like(uniforms, dtype=torch.long)
-    shares = torch.empty_like(uniforms)
-    for step, (unit, share, uniform) in enumerate(zip(units, shares, uniforms, strict=True)):
-        torch.mul(rows[:, step : step + 1], scales, out=odds)
+    picked, totals = torch.empty_like(uniforms), torch.empty_like(uniforms)
+    if given is not None:
+        identity, order = given[0].unsqueeze(-1), given[1].T[..., None, None]
+    steps = zip(rows.unsqueeze(-2).unbind(1), units, picked, totals, uniforms, strict=True)
+    for step, (row, unit, pick, last, uniform) in enumerate(steps):
+        torch.mul(row, scales, out=odds)
         torch.sum(odds, -1, keepdim=True, out=total)
         # B / (1 - B) is w / (total - w) for a row w of any scale
-        torch.sub(total * (1 + 1e-9), odds, out=cumulative)
-        odds.div_(cumulative)
+        odds.div_(torch.sub(total.mul_(1 + 1e-9), odds, out=cumulative))
         torch.cumsum(odds, -1, out=cumulative)
-        total.copy_(cumulative[..., -1:])
-        torch.searchsorted(cumulative, total * uniform, right=True, out=unit)
+        last.copy_(cumulative[..., -1:])
+        torch.searchsorted(cumulative, uniform.mul_(last), right=True, out=unit)
         if any_astray[step]:
-            ranks = free.cumsum(-1)
-            torch.where(
-                astray[step], torch.searchsorted(ranks, ranks[..., -1:] * uniform, right=True), unit, out=unit
-            )
+            ranks = (scales > 0).to(scales).cumsum(-1)
+            blind = ranks[..., -1:] * (uniform / last)
+            torch.where(astray[step], torch.searchsorted(ranks, blind, right=True), unit, out=unit)
         if given is not None:
-            identity, order = given
-            torch.where(identity.unsqueeze(-1), order[:, step, None, None], unit, out=unit)
-        torch.gather(odds, -1, unit, out=share)
-        share.div_(total)
-        free.scatter_(-1, unit, 0.0)
+            torch.where(identity, order[step], unit, out=unit)
+        torch.gather(odds, -1, unit, out=pick)
         scales.scatter_(-1, unit, 0.0)
         if step % stride == 0 and step < n - 1:
-            scales = _rescale(rows[:, step + 1 :], scales, free)
-    return units.squeeze(-1), shares.squeeze(-1)
+            scales = _rescale(rows[:, step + 1 :], scales, (scales > 0).to(scales))
+    return units.squeeze(-1), (picked / totals).squeeze(-1)
 
 
 def _rescale(left: Tensor, scales: Tensor, free: Tensor) -> Tensor:
@@ -232,20 +230,18 @@ def _log_mean(log_weights: Tensor) -> Tensor:
 def _log_weights(
     log_matrix: Tensor,
     num_elements: int,
-    with_identity: bool,
     rescalings: int = RESCALINGS,
     rest: Rest | None = None,
 ) -> Tensor:
-    """Of shape (P, K): what each proposed permutation says the orbit average is."""
+    """Of shape (P, K): what the identity and each proposed permutation say the orbit average is."""
     draws, n, _ = log_matrix.shape
-    identity = None
-    if with_identity:
-        identity = torch.zeros(draws, num_elements, dtype=torch.bool, device=log_matrix.device)
-        identity[:, 0] = True
+    identity = torch.zeros(draws, num_elements, dtype=torch.bool, device=log_matrix.device)
+    identity[:, 0] = True
     assignments, log_proposals = propose(log_matrix, num_elements, identity, rescalings=rescalings)
     row = torch.arange(draws, device=log_matrix.device)[:, None, None]
     slot = torch.arange(n, device=log_matrix.device)
     scores = log_matrix[row, slot, assignments].sum(-1)
     if rest is not None:
-        scores = scores + rest(assignments)
+        factors = rest(assignments)
+        scores = scores + factors - factors[:, :1]
     return scores.double() - log_proposals - math.lgamma(n + 1)
