@@ -102,7 +102,8 @@ class AutoSymmetrized(AutoGuide):
       :math:`K` elements proposed by what the guide says of each unit, the identity among them. It stays tight
       where units are well separated, at any number of them
       (:func:`~pyro_sym.orbit.sequential.importance`, :func:`~pyro_sym.orbit.guided.draw_elements`). For
-      ``AutoNormal`` part of the group is summed over exactly; for guides that do not factorise over units
+      ``AutoNormal`` part of the group is summed over exactly, or, with weights on a simplex, elements are
+      proposed by the other sites; for guides that do not factorise over units
       the proposals come from normals fitted to the guide's marginals now and then, and are looser where
       units are strongly correlated and overlap;
     * ``"uniform"`` averages over :math:`K` elements, the identity among them; its gain saturates at

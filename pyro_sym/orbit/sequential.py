@@ -37,7 +37,7 @@ def importance(log_matrix: Tensor, num_elements: int, rest: Rest | None = None) 
             \frac{\prod_i q_i(\omega_{g_k(i)})}{n!\, \tau(g_k \mid \omega)} \right] \le H(q^G).
 
     The bound holds for any proposal that does not know which relabelling of the orbit it was given:
-    :math:`\tau(g \mid h \cdot \omega) = \tau(hg \mid \omega)`. Then the pair of orbit and generating element
+    :math:`\tau(g \mid h \cdot \omega) = \tau(gh \mid \omega)`. Then the pair of orbit and generating element
     is as if the element had been drawn from the posterior over the orbit, and the average with it among the
     others is the IWHVI bound. A proposal that looked at the index of a unit would break it. A uniform
     :math:`\tau` gives InfoNCE.
