@@ -244,4 +244,4 @@ def _log_weights(
     if rest is not None:
         factors = rest(assignments)
         scores = scores + factors - factors[:, :1]
-    return scores.double() - log_proposals - math.lgamma(n + 1)
+    return (scores.double() - log_proposals - math.lgamma(n + 1)).to(scores.dtype)
