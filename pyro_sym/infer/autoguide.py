@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
 import pyro
@@ -24,7 +24,8 @@ from pyro_sym.infer.capture import Capture, Captured, Draws, InPlates
 from pyro_sym.infer.certificate import Certificate, certificate
 from pyro_sym.infer.choice import Estimator, choose
 from pyro_sym.infer.density import GuideCall, check_local_sites, log_density
-from pyro_sym.infer.units import normals_of
+from pyro_sym.infer.factors import factorises, pair_factors
+from pyro_sym.infer.units import LogRatios, normals_of, pair_normals
 from pyro_sym.orbit.exact import LogProb
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.model import check_symmetry
@@ -33,6 +34,8 @@ __all__ = ["AutoSymmetrized", "AutoSymmetrizedNormal", "SymmetryGain"]
 
 # Room for plates that the guide is run in.
 MAX_OUTER = 4
+# Draws at which it is tried whether a guide's density factorises over units.
+NUM_TRIED = 8
 
 
 class SymmetryGain(NamedTuple):
@@ -91,15 +94,18 @@ class AutoSymmetrized(AutoGuide):
     bound on the log evidence with each estimator:
 
     * ``"exact"`` computes the average itself: by permanents of up to 14 units, for ``AutoNormal`` (no simplex
-      among the moved sites) under permutations that no site ties together, with or without signs; and by
-      enumeration, up to 200,000 elements, otherwise;
+      among the moved sites) under permutations that no site ties together, with or without signs, and for
+      guides written by hand whose moved sites are independent of all others and from unit to unit, or
+      Dirichlet weights of the units, under one permutation; and by enumeration, up to 200,000 elements,
+      otherwise;
     * ``"importance"``, for permutations, sign flips and products of them and any guide with a density, weighs
       :math:`K` elements proposed by what the guide says of each unit, the identity among them. It stays tight
       where units are well separated, at any number of them
       (:func:`~pyro_sym.orbit.sequential.importance`, :func:`~pyro_sym.orbit.guided.draw_elements`). For
-      ``AutoNormal`` part of the group is summed over exactly; for other guides the proposals come from
-      normals fitted to the guide's marginals now and then, and are looser where units are strongly
-      correlated and overlap;
+      ``AutoNormal`` part of the group is summed over exactly, or, with weights on a simplex, elements are
+      proposed by the other sites; for guides that do not factorise over units
+      the proposals come from normals fitted to the guide's marginals now and then, and are looser where
+      units are strongly correlated and overlap;
     * ``"uniform"`` averages over :math:`K` elements, the identity among them; its gain saturates at
       :math:`\log K`;
     * ``"auto"`` is exact by permanents where that is possible, or by enumeration of up to 1,000 elements;
@@ -122,7 +128,8 @@ class AutoSymmetrized(AutoGuide):
     Args:
         guide: any Pyro guide whose density can be evaluated: Pyro's autoguides (but not the point masses),
             and hand-written guides without auxiliary variables. Sites inside subsampled plates are left as
-            they are.
+            they are. A guide that has been trained already goes on from there, its parameters under the
+            names that they have.
         symmetry: the group; its sites must be latent sites of the guide.
         estimator: how the orbit average is computed.
         num_elements: :math:`K`, the identity included, for ``"importance"`` and ``"uniform"``.
@@ -132,7 +139,8 @@ class AutoSymmetrized(AutoGuide):
             warning says so.
 
     Raises:
-        ValueError: for an unknown estimator, ``num_elements < 2`` or a negative tolerance.
+        ValueError: for an unknown estimator, ``num_elements < 2`` or a negative tolerance; for a guide that
+            has been run without a name, or an autoguide that was copied before its first run.
         SymmetryError: on the first call, if the model is not invariant, a site is unknown, sizes disagree, or
             the group is too large for ``"exact"`` or of another kind than ``"importance"`` takes.
         NoDensityError: on the first call, if the guide has no density that can be evaluated.
@@ -170,7 +178,8 @@ class AutoSymmetrized(AutoGuide):
             raise ValueError(f"num_elements={num_elements} must be at least 2: the identity and one more")
         if tolerance is not None and not tolerance >= 0:
             raise ValueError(f"tolerance={tolerance} must be a number of nats, at least 0, or None")
-        super().__init__(model if model is not None else getattr(guide, "model", None))
+        found = _model_of(guide)
+        super().__init__(model if model is not None else found)
         self.guide = guide
         self.symmetry = symmetry
         self.estimator = estimator
@@ -181,6 +190,10 @@ class AutoSymmetrized(AutoGuide):
         self._certificate: Certificate | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, PyroModule) and _has_run(value):
+            # Its parameters have names in the store already, and go by them.
+            torch.nn.Module.add_module(self, name, value)
+            return
         # AutoGuide would become the master of a guide set as its attribute, and make its plates for it.
         PyroModule.__setattr__(self, name, value)
 
@@ -239,7 +252,7 @@ class AutoSymmetrized(AutoGuide):
         with torch.no_grad():
             layout, draws = self._draw(num_samples, args, kwargs)
             average = self._chosen.bracket(self._run(layout, draws, args, kwargs), self.num_elements)
-            lower, upper = draws.own - average.upper, draws.own - average.lower
+            lower, upper = -average.upper, -average.lower
         log_order = self.symmetry.log_order(draws.values)
         ends = (float(lower.mean()), min(float(upper.mean()), log_order))
         return SymmetryGain(
@@ -303,8 +316,7 @@ class AutoSymmetrized(AutoGuide):
             with poutine.block():
                 layout, captured = self._capture(args, kwargs)
             rows.append(captured.draws(layout.native_dims))
-        values = {name: torch.cat([row.values[name] for row in rows]) for name in layout.native_dims}
-        return layout, Draws(values, torch.cat([row.own for row in rows]), rows[-1].indices)
+        return layout, _joined(rows)
 
     def _redraw(self, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
         """Independent draws of the base guide, all at once where it is known to allow that."""
@@ -318,9 +330,15 @@ class AutoSymmetrized(AutoGuide):
         return captured.draws(layout.native_dims).values
 
     def _log_density(
-        self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        layout: _Layout,
+        draws: Draws,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sites: Collection[str] | None = None,
     ) -> LogProb:
-        return log_density(self.guide, GuideCall(layout.averaged, args, kwargs, draws.indices))
+        dims = {name: dim for name, dim in layout.averaged.items() if sites is None or name in sites}
+        return log_density(self.guide, GuideCall(dims, args, kwargs, draws.indices))
 
     def _certified_average(self, captured: Capture, draws: Draws) -> Tensor | None:
         """The log orbit average up to the tolerance, where the units lie so far apart that it is known."""
@@ -332,12 +350,13 @@ class AutoSymmetrized(AutoGuide):
     def _log_orbit_average(
         self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
-        return self._chosen.bound(self._run(layout, draws, args, kwargs), self.num_elements)
+        ratio = self._chosen.bound(self._run(layout, draws, args, kwargs), self.num_elements)
+        return draws.own + ratio.to(draws.own.dtype)
 
     def _run(self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         return Run(
             draws,
-            density=lambda: self._log_density(layout, draws, args, kwargs),
+            density=lambda sites=None: self._log_density(layout, draws, args, kwargs, sites),
             redraw=lambda count: self._redraw(count, args, kwargs),
         )
 
@@ -361,10 +380,13 @@ class AutoSymmetrized(AutoGuide):
                 self.symmetry.check_values(values)
                 self._refuse_sites(captured)
                 layout = _Layout({name: value.dim() for name, value in values.items()}, captured.local)
-                self._try_density(layout, captured.draws(layout.native_dims), args, kwargs)
+                draws = captured.draws(layout.native_dims)
+                self._try_density(layout, draws, args, kwargs)
+                units = pair_normals(self.guide, self.symmetry)
+                units = units or self._pair_factors(layout, draws, args, kwargs)
             self._check_symmetry(args, kwargs)
             supports = {name: self._support(name, site) for name, site in captured.sites.items()}
-            self._average = choose(self.estimator, self.guide, self.symmetry, values, supports)
+            self._average = choose(self.estimator, self.guide, self.symmetry, values, supports, units)
             self._certificate = certificate(self.guide, self.symmetry, self.tolerance)
             self._layout = layout
         return self._layout
@@ -395,6 +417,22 @@ class AutoSymmetrized(AutoGuide):
             local = {name: layout.native_dims[name] for name in layout.local}
             check_local_sites(self.guide, GuideCall(local, args, kwargs, draws.indices), values, moved)
 
+    def _pair_factors(
+        self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> LogRatios | None:
+        """For a guide that isn't known from outside, but is seen to factorise over units."""
+        pairs = pair_factors(self.symmetry, draws)
+        if pairs is None:
+            return None
+        rows = []
+        for _ in range(NUM_TRIED):
+            with Capture(self.guide) as captured:
+                self.guide(*args, **kwargs)
+            rows.append(captured.draws(layout.native_dims))
+        others = _joined(rows)
+        density = self._log_density(layout, others, args, kwargs)
+        return pairs if factorises(pairs, others, density) else None
+
     def _check_symmetry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.model is not None:
             check_symmetry(self.model, self.symmetry, *args, **kwargs)
@@ -410,6 +448,37 @@ class AutoSymmetrized(AutoGuide):
         prototype = getattr(self.guide, "prototype_trace", None)
         nodes = {} if prototype is None else prototype.nodes
         return nodes.get(name, {}).get("fn", site.fn).support
+
+
+def _model_of(guide: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The model of a guide that carries it; in Pyro, an autoguide that is copied and its copy do not."""
+    if not isinstance(guide, AutoGuide):
+        return getattr(guide, "model", None)
+    if guide._model is not None:
+        return guide.model
+    if guide.prototype_trace is None:
+        raise ValueError(
+            f"{type(guide).__name__} lost its model when it was copied or pickled, and had not been run "
+            "before; make a new one from the model, or run it once before it is copied"
+        )
+    return None
+
+
+def _has_run(guide: PyroModule) -> bool:
+    """Whether any part of a guide has run, so that its parameters have their names."""
+    used = any(m._pyro_context.used for m in guide.modules() if isinstance(m, PyroModule))
+    if used and not guide._pyro_name:
+        raise ValueError(
+            f"{type(guide).__name__} has been run already, and has no name to go by within another module; "
+            "give it one when it is made, as in super().__init__(name='guide'), or symmetrise it unrun"
+        )
+    return used
+
+
+def _joined(rows: list[Draws]) -> Draws:
+    """Several calls' draws as those of one call, which is the last."""
+    values = {name: torch.cat([row.values[name] for row in rows]) for name in rows[-1].values}
+    return replace(rows[-1], values=values, own=torch.cat([row.own for row in rows]))
 
 
 class AutoSymmetrizedNormal(AutoSymmetrized):

@@ -1,10 +1,14 @@
-"""How a symmetrised guide computes its log orbit average: one contract, and the ways without surrogates."""
+r"""How a symmetrised guide computes its log orbit average: one contract, and the ways without surrogates.
+
+All of them return it relative to the guide's own density, :math:`\log q^G(\omega) - \log q(\omega)`: the
+difference of two numbers of tens of thousands of nats would keep too few digits of it.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,15 +16,16 @@ import torch
 from torch import Tensor
 
 from pyro_sym.infer.capture import Draws
-from pyro_sym.infer.units import pair_log_probs
+from pyro_sym.infer.units import LogRatios
 from pyro_sym.orbit import sequential
 from pyro_sym.orbit.bracket import Bracket, bracket
-from pyro_sym.orbit.exact import CHUNK_NUMEL, LogProb, enumerated
+from pyro_sym.orbit.exact import CHUNK_NUMEL, LogProb, enumerated, log_prob_at_images
 from pyro_sym.orbit.importance import uniform, uniform_unbiased
 from pyro_sym.orbit.permanent import log_permanent
 from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.elementary import Permutation
 
-__all__ = ["Enumeration", "Method", "OneBlock", "OrbitAverage", "Run", "Uniform"]
+__all__ = ["Enumeration", "Method", "OneBlock", "OrbitAverage", "PartlyOneBlock", "Run", "Uniform"]
 
 # Elements of the diagnostics' unbiased half, at least.
 NUM_DIAGNOSED = 64
@@ -34,20 +39,26 @@ class Run:
 
     Attributes:
         draws: what the guide drew.
-        density: makes the log density of the guide, as a function of values.
+        density: makes the log density of the guide, as a function of values; or of some of its sites, for
+            guides in which these are independent of the others.
         redraw: makes so many other draws, by site.
     """
 
     draws: Draws
-    density: Callable[[], LogProb]
+    density: Callable[..., LogProb]
     redraw: Callable[[int], dict[str, Tensor]]
+
+    def relative(self) -> LogProb:
+        """The log density less that of the draws, along whose dim values have batch dims last."""
+        density, own = self.density(), self.draws.own
+        return lambda values: density(values) - own
 
     def parts(self, size: int) -> Iterator[Run]:
         """The same by up to ``size`` draws at a time."""
         own, values = self.draws.own.split(size), self.draws.values
         for i, some in enumerate(own):
             rows = {site: value[i * size : i * size + len(some)] for site, value in values.items()}
-            yield replace(self, draws=Draws(rows, some, self.draws.indices))
+            yield replace(self, draws=replace(self.draws, values=rows, own=some))
 
 
 @dataclass
@@ -66,7 +77,7 @@ class OrbitAverage(ABC):
 
     @abstractmethod
     def bound(self, run: Run, num_elements: int) -> Tensor:
-        r"""At least :math:`\log q^G(\omega)` in expectation: the ELBO stays a lower bound.
+        r"""At least :math:`\log q^G(\omega) - \log q(\omega)` in expectation: the ELBO stays a lower bound.
 
         Args:
             run: the guide's call, with ``P`` draws.
@@ -77,7 +88,7 @@ class OrbitAverage(ABC):
         """
 
     def unbiased(self, run: Run, num_elements: int) -> Tensor:
-        r"""At most :math:`\log q^G(\omega)` in expectation, for diagnostics; the same where it is exact."""
+        r"""At most the same in expectation, for diagnostics; equal to it where it is exact."""
         return self.bound(run, num_elements)
 
     def bracket(self, run: Run, num_elements: int) -> Bracket:
@@ -91,56 +102,76 @@ class Enumeration(OrbitAverage):
     """Over all elements, for any guide with a density."""
 
     def bound(self, run: Run, num_elements: int) -> Tensor:
-        return enumerated(self.symmetry, run.density(), run.draws.values, run.draws.own)
+        return enumerated(self.symmetry, run.relative(), run.draws.values, torch.zeros_like(run.draws.own))
 
 
 class Uniform(OrbitAverage):
     """Over uniform elements, for any guide with a density and any group."""
 
     def bound(self, run: Run, num_elements: int) -> Tensor:
-        return uniform(self.symmetry, run.density(), run.draws.values, run.draws.own, num_elements)
+        own = torch.zeros_like(run.draws.own)
+        return uniform(self.symmetry, run.relative(), run.draws.values, own, num_elements)
 
     def unbiased(self, run: Run, num_elements: int) -> Tensor:
-        return uniform_unbiased(self.symmetry, run.density(), run.draws.values, run.draws.own, num_elements)
+        own = torch.zeros_like(run.draws.own)
+        return uniform_unbiased(self.symmetry, run.relative(), run.draws.values, own, num_elements)
 
 
+@dataclass
 class OneBlock(OrbitAverage):
-    """Of a density that factorises over the units of one permutation: a permanent, or a bound on it."""
+    """Of a density that factorises over the units of one permutation: a permanent, or a bound on it.
+
+    Attributes:
+        units: pairs slots with units.
+    """
+
+    units: LogRatios
 
     def bound(self, run: Run, num_elements: int) -> Tensor:
+        pairs = self.units(run.draws)
         if self.method == "exact":
-            return self._of_units(run, lambda pairs: log_permanent(pairs) - math.lgamma(pairs.shape[-1] + 1))
-        return self._of_units(run, lambda pairs: sequential.importance(pairs, num_elements))
+            return log_permanent(pairs) - math.lgamma(pairs.shape[-1] + 1)
+        return sequential.importance(pairs, num_elements)
 
     def unbiased(self, run: Run, num_elements: int) -> Tensor:
         if self.method == "exact":
             return self.bound(run, num_elements)
-        return self._of_units(run, lambda pairs: sequential.importance_unbiased(pairs, num_elements))
+        return sequential.importance_unbiased(self.units(run.draws), num_elements)
 
     def bracket(self, run: Run, num_elements: int) -> Bracket:
         """Both halves, the best of sampled and deterministic ones, in chunks of draws."""
         if self.method == "exact":
             return super().bracket(run, num_elements)
         count = max(num_elements, NUM_DIAGNOSED)
-        n = self._pairs(next(run.parts(1)))[0].shape[-1]
-        others: list[Tensor] = []
+        n = self.units(next(run.parts(1)).draws).shape[-1]
+        parts = run.parts(max(1, CHUNK_NUMEL // (2 * n * (n + count))))
+        return bracket((self.units(part.draws).double() for part in parts), count)
 
-        def chunks() -> Iterator[Tensor]:
-            for part in run.parts(max(1, CHUNK_NUMEL // (2 * n * (n + count)))):
-                pairs, own = self._pairs(part)
-                others.append(part.draws.own - own)
-                yield pairs
 
-        units = bracket(chunks(), count)
-        rest = torch.cat(others)
-        return units._replace(lower=rest + units.lower, upper=rest + units.upper)
+@dataclass
+class PartlyOneBlock(OrbitAverage):
+    """Of sites that factorise over units, by which elements are proposed, and independent ones that do not.
 
-    def _of_units(self, run: Run, average: Callable[[Tensor], Tensor]) -> Tensor:
-        """The average, from that of the units: what the group does not move is a common factor."""
-        pairs, own = self._pairs(run)
-        return run.draws.own - own + average(pairs)
+    The weights of an ``AutoNormal``'s mixture are of the second kind: stick-breaking mixes their coordinates.
 
-    def _pairs(self, run: Run) -> tuple[Tensor, Tensor]:
-        pair = pair_log_probs(self.guide, self.symmetry)
-        assert pair is not None, "chosen only where the density factorises"
-        return pair(run.draws.values)
+    Attributes:
+        units: pairs slots and units by sites of the first kind.
+        rest: the sites of the second kind, and the axis of each along which its units lie.
+    """
+
+    units: LogRatios
+    rest: Mapping[str, int]
+
+    def bound(self, run: Run, num_elements: int) -> Tensor:
+        return sequential.importance(self.units(run.draws), num_elements, self._of_rest(run))
+
+    def unbiased(self, run: Run, num_elements: int) -> Tensor:
+        return sequential.importance_unbiased(self.units(run.draws), num_elements, self._of_rest(run))
+
+    def _of_rest(self, run: Run) -> Callable[[Tensor], Tensor]:
+        """The log density of the rest at images by assignments (P, K, n)."""
+        permutation, density = Permutation({**self.rest}), run.density(self.rest)
+        values = {site: run.draws.values[site] for site in self.rest}
+        return lambda assignments: (
+            log_prob_at_images(permutation, density, values, assignments.transpose(0, 1)).mT
+        )

@@ -62,10 +62,10 @@ class Blocks(OrbitAverage):
 
     @abstractmethod
     def _log_average(self, run: Run, surrogate: Surrogate, num_elements: int, with_identity: bool) -> Tensor:
-        """The log average of the weights, of shape ``(P,)``."""
+        """The log average of the weights of densities relative to the draws' own, of shape ``(P,)``."""
 
     def _average(self, run: Run, num_elements: int, with_identity: bool) -> Tensor:
-        values, own = run.draws.values, run.draws.own
+        values = run.draws.values
         sizes = [block.size(values) for block in self.coupling.blocks]
         moments = self._moments(run)
         entries = num_elements * max(max(sizes) ** 2, *(values[site][0].numel() for site in self.transforms))
@@ -77,8 +77,7 @@ class Blocks(OrbitAverage):
             }
             surrogate = Surrogate(self.coupling, sizes, points, moments)
             averages.append(self._log_average(part, surrogate, num_elements, with_identity))
-        log_order = self.symmetry.log_order(values)
-        return torch.cat(averages).to(own.dtype) - log_order
+        return torch.cat(averages) - self.symmetry.log_order(values)
 
 
 @dataclass
@@ -102,7 +101,7 @@ class BlocksOfNormals(Blocks):
         log_weights = surrogate.log_sum(proposal.elements, summed) - proposal.log_probs
         # The surrogate lacks what no element changes; it is the guide's own density at the draws.
         own = surrogate.log_sum(surrogate.identity(), frozenset()).squeeze(-1)
-        return run.draws.own - own + log_weights.logsumexp(-1) - math.log(count)
+        return log_weights.logsumexp(-1) - own - math.log(count)
 
 
 @dataclass
@@ -138,11 +137,12 @@ class BlocksOfDensity(Blocks):
 
     def _log_average(self, run: Run, surrogate: Surrogate, num_elements: int, with_identity: bool) -> Tensor:
         proposal = draw_elements(surrogate, num_elements, with_identity=with_identity)
-        elements = proposal.group_elements(self.coupling, self.symmetry, start=int(with_identity))
-        images = log_prob_at_images(self.symmetry, run.density(), run.draws.values, elements)
-        if with_identity:
-            images = torch.cat([run.draws.own.unsqueeze(0), images])
-        return (images.mT - proposal.log_probs).logsumexp(-1) - math.log(num_elements)
+        elements = proposal.group_elements(self.coupling, self.symmetry)
+        # The draws' own density by the same function too, so that what rounds alike cancels.
+        density = run.density()
+        images = log_prob_at_images(self.symmetry, density, run.draws.values, elements)
+        ratios = images - (images[0] if with_identity else density(run.draws.values))
+        return (ratios.mT - proposal.log_probs).logsumexp(-1) - math.log(num_elements)
 
 
 def coordinates(support: Any, flipped: bool) -> Transform:

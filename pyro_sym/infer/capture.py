@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,11 +45,13 @@ class Draws:
         values: by latent site, of shape ``(P, *native)``.
         own: the log density that the guide gave to its hidden sites, of shape ``(P,)``, in nats.
         indices: the minibatch of every plate of the guide.
+        fns: what the guide drew each site from.
     """
 
     values: dict[str, Tensor]
     own: Tensor
     indices: dict[str, Tensor]
+    fns: dict[str, Any] = field(default_factory=dict)
 
 
 class Capture(Messenger):
@@ -117,9 +119,11 @@ class Capture(Messenger):
         Returns:
             The draws, with their density.
         """
+        fns = {name: site.fn for name, site in self.sites.items()}
         if not self.outer:  # one draw, as in most steps of most programs: the same with less ado
             own = torch.stack([log_prob.sum() for log_prob in self.log_probs]).sum(0, keepdim=True)
-            return Draws({name: s.value.unsqueeze(0) for name, s in self.sites.items()}, own, self.indices)
+            rows = {name: site.value.unsqueeze(0) for name, site in self.sites.items()}
+            return Draws(rows, own, self.indices, fns)
         count = math.prod(self.outer.values())
         values = {}
         for name, site in self.sites.items():
@@ -130,7 +134,7 @@ class Capture(Messenger):
         for log_prob in self.log_probs:
             full = log_prob.expand(torch.broadcast_shapes(log_prob.shape, self.outer_shape))
             own = own + full.reshape(count, -1).sum(-1)
-        return Draws(values, own, self.indices)
+        return Draws(values, own, self.indices, fns)
 
     @property
     def local(self) -> frozenset[str]:

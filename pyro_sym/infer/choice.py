@@ -12,12 +12,13 @@ from torch.distributions import biject_to
 from torch.distributions.transforms import Transform, identity_transform
 
 from pyro_sym.errors import SymmetryError
-from pyro_sym.infer.average import Enumeration, OneBlock, OrbitAverage, Uniform
+from pyro_sym.infer.average import Enumeration, OneBlock, OrbitAverage, PartlyOneBlock, Uniform
 from pyro_sym.infer.blocks import BlocksOfDensity, BlocksOfNormals, coordinates, flipped_sites
-from pyro_sym.infer.units import coordinatewise, pair_log_probs
+from pyro_sym.infer.units import LogRatios, coordinatewise, pair_normals, separable_sites, signed_axes
 from pyro_sym.orbit.coupling import Coupling
 from pyro_sym.orbit.permanent import MAX_SIZE
 from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.elementary import Permutation
 
 __all__ = ["Estimator", "choose"]
 
@@ -32,6 +33,7 @@ def choose(
     symmetry: Symmetry,
     values: Mapping[str, Tensor],
     supports: Mapping[str, Any],
+    units: LogRatios | None,
 ) -> OrbitAverage:
     """The way to the log orbit average that an estimator's name stands for.
 
@@ -41,6 +43,7 @@ def choose(
         symmetry: the group.
         values: one draw by site.
         supports: by site.
+        units: pairs slots and units, where the guide's density factorises over them.
 
     Returns:
         The average. ``"auto"`` is exact where that takes permanents of up to 14 units or up to 1,000
@@ -54,11 +57,11 @@ def choose(
     log_order = symmetry.log_order(values)
     coupling = Coupling.of(symmetry)
     normals = _normal_coordinates(guide, symmetry)
-    one_block = pair_log_probs(guide, symmetry) is not None
     if estimator in ("auto", "exact"):
-        if coupling and normals and len(coupling.uncoupled(values, MAX_SIZE)) == len(coupling.blocks):
-            if one_block:
-                return OneBlock(guide, symmetry, "exact")
+        summable = coupling and len(coupling.uncoupled(values, MAX_SIZE)) == len(coupling.blocks)
+        if units and summable:
+            return OneBlock(guide, symmetry, "exact", units)
+        if normals and coupling and summable:
             return BlocksOfNormals(guide, symmetry, "exact", coupling, normals, MAX_SIZE)
         if log_order <= math.log(MAX_EXACT_AUTO if estimator == "auto" else MAX_EXACT) + 1e-9:
             return Enumeration(guide, symmetry, "exact")
@@ -74,13 +77,26 @@ def choose(
             f"estimator='importance' draws permutations and sign flips, and {symmetry} is not made of them; "
             "use estimator='uniform'"
         )
-    if one_block:
-        return OneBlock(guide, symmetry, "importance")
+    if units:
+        return OneBlock(guide, symmetry, "importance", units)
     if normals:
         return BlocksOfNormals(guide, symmetry, "importance", coupling, normals)
+    partly = _partly_one_block(guide, symmetry)
+    if partly:
+        return partly
     flipped = flipped_sites(symmetry)
     transforms = {site: coordinates(supports[site], site in flipped) for site in symmetry.sites}
     return BlocksOfDensity(guide, symmetry, "importance", coupling, transforms)
+
+
+def _partly_one_block(guide: Callable[..., Any], symmetry: Symmetry) -> PartlyOneBlock | None:
+    """For mean-field guides on one permutation, some of whose sites factorise over units."""
+    moved, separable = signed_axes(symmetry), separable_sites(guide, symmetry)
+    if moved is None or separable is None or moved[1]:
+        return None
+    units = pair_normals(guide, Permutation({**separable[0]}))
+    rest = {site: axis for site, axis in moved[0].items() if site not in separable[0]}
+    return PartlyOneBlock(guide, symmetry, "importance", units, rest) if units and rest else None
 
 
 def _normal_coordinates(guide: Callable[..., Any], symmetry: Symmetry) -> dict[str, Transform] | None:

@@ -13,96 +13,105 @@ from torch import Tensor
 from torch.distributions import Independent, biject_to
 from torch.distributions.transforms import IndependentTransform, Transform, identity_transform
 
+from pyro_sym.infer.capture import Draws
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
 from pyro_sym.symmetry.product import Product
 
 __all__ = [
+    "LogRatios",
     "Normals",
-    "PairLogProbs",
     "coordinatewise",
+    "log_ratios",
     "normals_of",
-    "pair_log_probs",
+    "pair_normals",
     "separable_sites",
+    "signed_axes",
 ]
 
-PairLogProbs = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]
+LogRatios = Callable[[Draws], Tensor]
 Normals = Mapping[str, tuple[Tensor, Tensor]]
 """Location and scale of an ``AutoNormal``'s sites on the unconstrained line."""
 
-# Above this many entries the squared distances are expanded into matrix products.
-MAX_DIFFERENCES = 2**22
+# Above this many entries the squared distances are expanded into matrix products, in double precision. With
+# the backward pass they are faster from here on: twentyfold for 30 units of 800 numbers and 4 draws.
+MAX_DIFFERENCES = 2**16
 
 
 @dataclass(frozen=True)
-class _Units:
-    """The group, as this room can use it: one permutation, with or without a sign a unit."""
+class _PairNormals:
+    """Pairs slots and units of an ``AutoNormal``."""
 
+    guide: AutoNormal
     axes: Mapping[str, int]
     signed: bool
+    transforms: Mapping[str, Transform]
+
+    def __call__(self, draws: Draws) -> Tensor:
+        total: Any = 0.0
+        flipped: Any = 0.0
+        for name, axis in self.axes.items():
+            loc, scale = (_rows(t, axis) for t in self.guide._get_loc_and_scale(name))
+            transform, value = self.transforms[name], draws.values[name]
+            free = transform.inv(value)
+            points = _rows(free, axis, batch=1)
+            total = total + _normal_pairs(loc, scale, points)
+            if self.signed:
+                flipped = flipped + _normal_pairs(loc, scale, -points)
+            # The Jacobian is of the unit, whatever its slot, and leaves the ratios alone.
+        return log_ratios(total, flipped if self.signed else None).to(value.dtype)
 
 
-def pair_log_probs(guide: Callable[..., Any], symmetry: Symmetry) -> PairLogProbs | None:
-    r"""The function of values that pairs every slot of a mean-field guide with every unit of a draw.
+def pair_normals(guide: Callable[..., Any], symmetry: Symmetry) -> LogRatios | None:
+    r"""The function of draws that pairs every slot of a mean-field guide with every unit of a draw.
 
     For a guide whose density is a product over units, :math:`q(\omega) = r(\omega)\prod_i q_i(\omega_i)`,
     with :math:`r` not depending on what the group moves,
 
     .. math::
 
-        L_{ij} = \log q_i(\omega_j), \qquad
-        \log q^G(\omega) = \log r(\omega) + \log \operatorname{perm}(e^L) - \log n!,
+        L_{ij} = \log q_i(\omega_j) - \log q_j(\omega_j), \qquad
+        \log q^G(\omega) = \log q(\omega) + \log \operatorname{perm}(e^L) - \log n!,
 
-    and with a sign that rides on each unit, :math:`e^{L_{ij}} = \tfrac12 (q_i(\omega_j) + q_i(-\omega_j))`.
+    and with a sign that rides on each unit,
+    :math:`e^{L_{ij}} = \tfrac12 (q_i(\omega_j) + q_i(-\omega_j)) / q_j(\omega_j)`.
 
     Args:
         guide: a Pyro guide that has been run once.
         symmetry: the group.
 
     Returns:
-        ``None`` if the density does not factorise this way, as far as this function can tell: it knows
-        ``AutoNormal``, one :class:`Permutation` on one axis a site, signs on the same axes, and supports on
-        which the map to the real line acts coordinate by coordinate (a simplex is not one). Otherwise a
-        function of values of shape ``(P, *native)`` a site that returns :math:`L`, of shape ``(P, n, n)``,
-        and :math:`\sum_i \log q_i(\omega_i)`, of shape ``(P,)``, in nats; gradients flow to values and
-        parameters.
+        ``None`` if the guide is no ``AutoNormal`` whose density factorises this way: under one
+        :class:`Permutation` on one axis a site, signs on the same axes, and with supports on which the map to
+        the real line acts coordinate by coordinate (a simplex is not one). Otherwise a function of draws that
+        returns :math:`L`, of shape ``(P, n, n)``, in nats; gradients flow to values and parameters.
     """
-    units = _units(symmetry)
-    if units is None or not isinstance(guide, AutoNormal):
+    found = signed_axes(symmetry)
+    if found is None or not isinstance(guide, AutoNormal):
         return None
+    axes, signed = found
     transforms: dict[str, Transform] = {}
-    for name in units.axes:
+    for name in axes:
         site: Any = guide.prototype_trace.nodes[name]
         transform = coordinatewise(biject_to(site["fn"].support))
-        if transform is None or (units.signed and transform is not identity_transform):
+        if transform is None or (signed and transform is not identity_transform):
             return None
         transforms[name] = transform
+    return _PairNormals(guide, axes, signed, transforms)
 
-    def pairs(values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        total: Any = 0.0
-        flipped: Any = 0.0
-        for name, axis in units.axes.items():
-            loc, scale = (_rows(t, axis) for t in guide._get_loc_and_scale(name))
-            value = values[name]
-            free = transforms[name].inv(value)
-            log_det = transforms[name].log_abs_det_jacobian(free, value)
-            points = _rows(free, axis, batch=1)
-            jacobian = _rows(log_det, axis, batch=1).sum(-1).unsqueeze(-2)  # shape: (P, 1, n), of the unit
-            total = total + _normal_pairs(loc, scale, points) - jacobian
-            if units.signed:
-                flipped = flipped + _normal_pairs(loc, scale, -points)
-        diagonal = total.diagonal(dim1=-2, dim2=-1).sum(-1)
-        if units.signed:
-            total = torch.logaddexp(total, flipped) - math.log(2.0)
-        return total, diagonal
 
-    return pairs
+def log_ratios(pairs: Tensor, flipped: Tensor | None) -> Tensor:
+    r""":math:`L` from :math:`\log q_i(\omega_j)`, and :math:`\log q_i(-\omega_j)` where there are signs."""
+    own = pairs.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+    if flipped is None:
+        return pairs - own
+    return torch.logaddexp(pairs - own, flipped - own) - math.log(2.0)
 
 
 def separable_sites(guide: Callable[..., Any], symmetry: Symmetry) -> tuple[dict[str, int], bool] | None:
     """The sites of a mean-field guide whose density is, on its own, a product over units.
 
-    Unlike for :func:`pair_log_probs`, other sites may be moved along with them.
+    Unlike for :func:`pair_normals`, other sites may be moved along with them.
 
     Args:
         guide: a Pyro guide that has been run once.
@@ -127,7 +136,8 @@ def separable_sites(guide: Callable[..., Any], symmetry: Symmetry) -> tuple[dict
     return (axes, bool(signs)) if axes else None
 
 
-def _units(symmetry: Symmetry) -> _Units | None:
+def signed_axes(symmetry: Symmetry) -> tuple[dict[str, int], bool] | None:
+    """The axis of each site along which one permutation moves units, and whether a sign rides on each."""
     members = symmetry.members if isinstance(symmetry, Product) else [symmetry]
     permutations = [m for m in members if isinstance(m, Permutation)]
     signs = [m for m in members if isinstance(m, SignFlip)]
@@ -138,7 +148,7 @@ def _units(symmetry: Symmetry) -> _Units | None:
         return None
     if signs and signs[0].axes != permutation.axes:
         return None
-    return _Units({site: several[0] for site, several in permutation.axes.items()}, bool(signs))
+    return {site: several[0] for site, several in permutation.axes.items()}, bool(signs)
 
 
 def coordinatewise(transform: Transform) -> Transform | None:
@@ -169,11 +179,14 @@ def _rows(tensor: Tensor, axis: int, batch: int = 0) -> Tensor:
 def _normal_pairs(loc: Tensor, scale: Tensor, points: Tensor) -> Tensor:
     """Log density of unit j under the normal of slot i: loc, scale of shape (n, r), points (P, n, r)."""
     n, r = loc.shape
+    products = len(points) * n * n * r > MAX_DIFFERENCES
+    if products:  # of terms that cancel: single precision would leave errors of a tenth of a nat
+        loc, scale, points = loc.double(), scale.double(), points.double()
     constant = scale.log().sum(-1, keepdim=True) + 0.5 * r * math.log(2 * math.pi)
-    if len(points) * n * n * r <= MAX_DIFFERENCES:
+    if not products:
         z = (points.unsqueeze(-3) - loc.unsqueeze(-2)) / scale.unsqueeze(-2)
         return -0.5 * z.square().sum(-1) - constant
-    # (x - m)^2 / s^2 as matrix products; centring keeps the terms that cancel small.
+    # (x - m)^2 / s^2 expanded; what rounding leaves is some 5 eps (x - centre)^2 / s^2
     centre = loc.mean(0).detach()
     x, m, precision = points - centre, loc - centre, scale.square().reciprocal()
     squares = x.square() @ precision.T - 2 * x @ (m * precision).T

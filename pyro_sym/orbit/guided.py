@@ -229,14 +229,14 @@ class Proposal(NamedTuple):
     elements: list[Belief]
     log_probs: Tensor
 
-    def group_elements(self, coupling: Coupling, symmetry: Symmetry, start: int = 0) -> Element:
-        """The elements as the symmetry has them, of batch shape ``(K, P)``, from the ``start``-th on."""
+    def group_elements(self, coupling: Coupling, symmetry: Symmetry) -> Element:
+        """The elements as the symmetry has them, of batch shape ``(K, P)``."""
         parts: dict[int, Tensor] = {}
         for block, element in zip(coupling.blocks, self.elements, strict=True):
             if block.permutation is not None:
-                parts[block.permutation] = element.place[:, start:].argmax(-1).transpose(0, 1)
+                parts[block.permutation] = element.place.argmax(-1).transpose(0, 1)
             for flip, signed in zip(block.flips, element.signed, strict=True):
-                parts[flip] = signed[:, start:].sum(-1).transpose(0, 1).to(torch.int8)
+                parts[flip] = signed.sum(-1).transpose(0, 1).to(torch.int8)
         return coupling.element(symmetry, parts)
 
 

@@ -8,11 +8,14 @@ group does not move.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 __all__ = ["importance", "importance_bracket", "importance_unbiased", "propose", "sinkhorn"]
+
+Rest = Callable[[Tensor], Tensor]
 
 # Mixed into the choices of one permutation, all together: it bounds the weights, at a cost of as many nats.
 UNIFORM = 0.01
@@ -23,7 +26,7 @@ FLOOR = 1e-30
 RESCALINGS = 8
 
 
-def importance(log_matrix: Tensor, num_elements: int) -> Tensor:
+def importance(log_matrix: Tensor, num_elements: int, rest: Rest | None = None) -> Tensor:
     r"""Guided permutations beside the identity, for which the ELBO stays a lower bound.
 
     With :math:`\omega \sim q`, :math:`g_0 = e` and :math:`g_1, \dots, g_{K-1} \sim \tau(\cdot \mid \omega)`,
@@ -34,7 +37,7 @@ def importance(log_matrix: Tensor, num_elements: int) -> Tensor:
             \frac{\prod_i q_i(\omega_{g_k(i)})}{n!\, \tau(g_k \mid \omega)} \right] \le H(q^G).
 
     The bound holds for any proposal that does not know which relabelling of the orbit it was given:
-    :math:`\tau(g \mid h \cdot \omega) = \tau(hg \mid \omega)`. Then the pair of orbit and generating element
+    :math:`\tau(g \mid h \cdot \omega) = \tau(gh \mid \omega)`. Then the pair of orbit and generating element
     is as if the element had been drawn from the posterior over the orbit, and the average with it among the
     others is the IWHVI bound. A proposal that looked at the index of a unit would break it. A uniform
     :math:`\tau` gives InfoNCE.
@@ -54,6 +57,9 @@ def importance(log_matrix: Tensor, num_elements: int) -> Tensor:
     Args:
         log_matrix: :math:`L`, of shape ``(P, n, n)``.
         num_elements: :math:`K`, the identity included.
+        rest: a factor of the density that is no product over units, and plays no part in the proposals: from
+            assignments of shape ``(P, K, n)`` to its logarithm, of shape ``(P, K)``. With one, what is
+            returned is relative to its value at the identity.
 
     Returns:
         The logarithm of the average, of shape ``(P,)``, in nats: in expectation over :math:`\omega` and the
@@ -68,10 +74,10 @@ def importance(log_matrix: Tensor, num_elements: int) -> Tensor:
         Sobolev and Vetrov 2019, arXiv 1905.03290, for the bound; Sinkhorn-scaled sequential sampling of
         permanents goes back to Beichl and Sullivan 1999.
     """
-    return _log_mean(_log_weights(log_matrix, num_elements, with_identity=True))
+    return _log_mean(_log_weights(log_matrix, num_elements, rest=rest))
 
 
-def importance_unbiased(log_matrix: Tensor, num_elements: int) -> Tensor:
+def importance_unbiased(log_matrix: Tensor, num_elements: int, rest: Rest | None = None) -> Tensor:
     r"""The logarithm of an unbiased estimate of the orbit average: the proposals without the identity.
 
     By Jensen's inequality its expectation is at most :math:`\log \operatorname{perm}(e^L) - \log n!`. It
@@ -80,11 +86,12 @@ def importance_unbiased(log_matrix: Tensor, num_elements: int) -> Tensor:
     Args:
         log_matrix: :math:`L`, of shape ``(P, n, n)``.
         num_elements: :math:`K`.
+        rest: as for :func:`importance`.
 
     Returns:
         The logarithm of the estimate, of shape ``(P,)``, in nats.
     """
-    return _log_mean(_log_weights(log_matrix, num_elements, with_identity=False))
+    return _log_mean(_log_weights(log_matrix, num_elements + 1, rest=rest)[:, 1:])
 
 
 def importance_bracket(log_matrix: Tensor, num_elements: int) -> tuple[Tensor, Tensor]:
@@ -106,7 +113,7 @@ def importance_bracket(log_matrix: Tensor, num_elements: int) -> tuple[Tensor, T
         True
     """
     n = log_matrix.shape[-1]
-    weights = _log_weights(log_matrix, num_elements + 1, with_identity=True, rescalings=n)
+    weights = _log_weights(log_matrix, num_elements + 1, rescalings=n)
     return _log_mean(weights[:, 1:]), _log_mean(weights[:, :-1])
 
 
@@ -229,16 +236,20 @@ def _log_mean(log_weights: Tensor) -> Tensor:
 
 
 def _log_weights(
-    log_matrix: Tensor, num_elements: int, with_identity: bool, rescalings: int = RESCALINGS
+    log_matrix: Tensor,
+    num_elements: int,
+    rescalings: int = RESCALINGS,
+    rest: Rest | None = None,
 ) -> Tensor:
-    """Of shape (P, K): what each proposed permutation says the orbit average is."""
+    """Of shape (P, K): what the identity and each proposed permutation say the orbit average is."""
     draws, n, _ = log_matrix.shape
-    identity = None
-    if with_identity:
-        identity = torch.zeros(draws, num_elements, dtype=torch.bool, device=log_matrix.device)
-        identity[:, 0] = True
+    identity = torch.zeros(draws, num_elements, dtype=torch.bool, device=log_matrix.device)
+    identity[:, 0] = True
     assignments, log_proposals = propose(log_matrix, num_elements, identity, rescalings=rescalings)
     row = torch.arange(draws, device=log_matrix.device)[:, None, None]
     slot = torch.arange(n, device=log_matrix.device)
     scores = log_matrix[row, slot, assignments].sum(-1)
-    return scores - log_proposals.to(scores.dtype) - math.lgamma(n + 1)
+    if rest is not None:
+        factors = rest(assignments)
+        scores = scores + factors - factors[:, :1]
+    return (scores.double() - log_proposals - math.lgamma(n + 1)).to(scores.dtype)

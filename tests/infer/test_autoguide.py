@@ -39,6 +39,7 @@ from pyro.infer.autoguide import (
     AutoStructured,
 )
 from pyro.infer.autoguide.gaussian import AutoGaussianDense
+from pyro.nn import PyroModule
 from pyro.optim import Adam
 from torch import Tensor
 
@@ -524,3 +525,81 @@ def test_bad_settings_are_refused() -> None:
 
     with pytest.raises(SymmetryError, match="would enumerate"):
         AutoSymmetrized(AutoNormal(wide), Permutation({"w": -1}), estimator="exact")()
+
+
+def test_gains_of_large_densities_keep_their_digits() -> None:
+    """In single precision, with tens of thousands of nats on either side of the difference."""
+
+    def model() -> None:
+        pyro.sample("w", dist.Normal(torch.zeros(20, 800), 100.0).to_event(2))
+
+    def init(site: Any) -> Tensor:
+        return 1e-3 * torch.arange(20.0).unsqueeze(-1).expand(20, 800)
+
+    for base, symmetry in (
+        (AutoNormal(model, init_loc_fn=init, init_scale=1e-5), Permutation({"w": -2})),
+        (AutoDiagonalNormal(model, init_loc_fn=init, init_scale=1e-5), Permutation({"w": -2})),
+    ):
+        guide = AutoSymmetrized(base, symmetry)
+        own = guide._draw(1, (), {})[1].own.detach()
+        assert own.dtype == torch.float32 and float(own.abs()) > 1e5
+        gain = guide.symmetry_gain(num_samples=5)
+        assert gain.method == "importance"
+        assert gain.lower <= gain.upper + 1e-4
+        assert max(gain.lower, gain.upper) <= gain.log_order + 1e-4
+        assert gain.lower == pytest.approx(gain.log_order, abs=0.1)
+
+
+class ByModule(PyroModule):
+    """A guide with parameters in a module of its own."""
+
+    def __init__(self, name: str = "") -> None:
+        super().__init__(name)
+        self.means = PyroModule[torch.nn.Linear](1, K)
+
+    def forward(self, y: Tensor) -> None:
+        with pyro.plate("components", K):
+            pyro.sample("locs", dist.Normal(self.means(torch.ones(1)), 0.4))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: AutoNormal(locations), lambda: AutoMultivariateNormal(locations), lambda: ByModule("mine")],
+)
+def test_a_trained_guide_is_symmetrised_and_trained_on(make: Callable[[], Any]) -> None:
+    """Its parameters are those that it had, under the same names."""
+    base = make()
+    fit(locations, base, steps=20)
+    store = pyro.get_param_store()
+    names, before = set(store.keys()), {name: value.detach().clone() for name, value in store.items()}
+    guide = AutoSymmetrized(base, SWAP, model=locations)
+    with torch.no_grad():
+        guide(Y)
+    assert set(store.keys()) == names
+    assert all(torch.equal(store[name].detach(), before[name]) for name in names)
+    fit(locations, guide, steps=2)
+    assert set(store.keys()) == names
+    assert all((store[name].detach() != before[name]).any() for name in names)
+    assert dict(base.named_parameters()).keys() == {
+        name.removeprefix("guide.") for name, _ in guide.named_parameters()
+    }
+    assert guide.method == "exact"
+
+
+def test_a_copy_of_a_trained_guide_is_symmetrised() -> None:
+    base = AutoNormal(locations)
+    fit(locations, base, steps=20)
+    copied = copy.deepcopy(base)
+    guide = AutoSymmetrized(copied, SWAP, model=locations)
+    fit(locations, guide, steps=2)
+    with pytest.warns(UserWarning, match="is not checked"):
+        AutoSymmetrized(copy.deepcopy(base), SWAP)(Y)
+
+
+def test_guides_that_lost_what_they_need() -> None:
+    nameless = ByModule()
+    nameless(Y)
+    with pytest.raises(ValueError, match="ByModule has been run already, and has no name"):
+        AutoSymmetrized(nameless, SWAP, model=locations)
+    with pytest.raises(ValueError, match="AutoNormal lost its model when it was copied"):
+        AutoSymmetrized(copy.deepcopy(AutoNormal(locations)), SWAP, model=locations)

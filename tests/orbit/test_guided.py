@@ -193,7 +193,7 @@ def test_two_hidden_layers(separation: float, max_size: int) -> None:
 
 @pytest.mark.parametrize("separation", [0.0, 0.3, 1.0])
 def test_states_on_two_axes(separation: float) -> None:
-    q = Normals(STATES, HMM, separation, 400)
+    q = Normals(STATES, HMM, separation, 200)
     exact = q.exact()
     above = q.log_average(64) - exact
     below = q.log_average(64, with_identity=False) - exact

@@ -18,7 +18,7 @@ from torch import Tensor
 from pyro_sym import AutoSymmetrized, Permutation, Product, SignFlip, Symmetry
 from pyro_sym.infer import units
 from pyro_sym.infer.average import OneBlock
-from pyro_sym.infer.units import pair_log_probs
+from pyro_sym.infer.units import pair_normals
 from pyro_sym.orbit import sequential
 from pyro_sym.orbit.exact import enumerated
 from pyro_sym.orbit.permanent import log_permanent
@@ -280,9 +280,24 @@ def test_what_does_not_factorise_is_not_taken_for_it() -> None:
     both = Permutation({"weights": -1, "locs": -1})
     guide = AutoNormal(mixture)
     guide()
-    assert pair_log_probs(guide, both) is None, "stick-breaking mixes the coordinates of a simplex"
-    assert pair_log_probs(guide, Permutation({"locs": (-2, -1)})) is None, "two axes are no permanent"
-    assert pair_log_probs(guide, Permutation({"locs": -1})) is not None
+    assert pair_normals(guide, both) is None, "stick-breaking mixes the coordinates of a simplex"
+    assert pair_normals(guide, Permutation({"locs": (-2, -1)})) is None, "two axes are no permanent"
+    assert pair_normals(guide, Permutation({"locs": -1})) is not None
     dense = AutoMultivariateNormal(mixture)
     dense()
-    assert pair_log_probs(dense, Permutation({"locs": -1})) is None
+    assert pair_normals(dense, Permutation({"locs": -1})) is None
+
+
+def test_matrix_products_lose_no_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In single precision, where the terms that cancel have a hundred thousand nats."""
+    loc, scale = torch.randn(30, 800).float(), 0.05 + 0.01 * torch.rand(30, 800).float()
+    points = loc + scale * torch.randn(2, 30, 800).float()
+    exact = dist.Normal(loc.double()[:, None], scale.double()[:, None])
+    pairs = exact.log_prob(points.double().unsqueeze(1)).sum(-1)
+    assert pairs.min() < -1e5
+    monkeypatch.setattr(units, "MAX_DIFFERENCES", 0)
+    assert torch.allclose(units._normal_pairs(loc, scale, points), pairs, rtol=0, atol=1e-8)
+    # Negative control: the same without double precision.
+    monkeypatch.setattr(torch.Tensor, "double", lambda tensor: tensor)
+    lossy = units._normal_pairs(loc, scale, points)
+    assert (lossy - pairs).abs().max() > 1e-3
