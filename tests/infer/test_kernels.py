@@ -20,7 +20,9 @@ from scipy import stats
 from torch import Tensor
 
 from pyro_sym.errors import DivergenceError
+from pyro_sym.infer.gradient import Gradient
 from pyro_sym.infer.kernels import BAOA, StochasticGradientKernel
+from pyro_sym.infer.minibatch import Minibatch, PlateRows
 from pyro_sym.infer.potential import Potential
 from tests.conftest import FAILURE_RATE
 
@@ -70,14 +72,14 @@ def test_zero_temperature_is_torch_sgd_with_momentum(monkeypatch: pytest.MonkeyP
     h, friction, num_steps = 0.02, 10.0, 200
     data, targets = torch.randn(40, 3), torch.randn(40)
     seen: list[Tensor] = []
-    draw_indices = Potential.draw_indices
+    draw = PlateRows.draw
 
-    def recording(self: Potential) -> dict[str, Tensor]:
-        indices = draw_indices(self)
-        seen.append(indices["rows"])
-        return indices
+    def recording(self: PlateRows) -> Minibatch:
+        minibatch = draw(self)
+        seen.append(minibatch.indices["rows"][0])
+        return minibatch
 
-    monkeypatch.setattr(Potential, "draw_indices", recording)
+    monkeypatch.setattr(PlateRows, "draw", recording)
     kernel = BAOA(network, step_size=h, friction=friction, temperature=0.0)
     kernel.setup(0, data, targets)
     del seen[:-1]  # the last one drawn is that of the first step
@@ -262,7 +264,12 @@ def test_init_strategy_is_used() -> None:
 
 # --- what comes back ----------------------------------------------------------------------------------------
 
-STATISTICS = {"lp", "energy", "potential_energy", "kinetic_temperature", "step_size", "temperature"}
+BY_SITE = {"site_kinetic_temperature", "site_configurational_temperature"}
+STATISTICS = {
+    *("lp", "energy", "potential_energy", "gradient_norm", "step_size", "temperature"),
+    *("kinetic_temperature", "configurational_temperature"),
+    *BY_SITE,
+}
 
 
 def test_samples_and_statistics_of_several_chains(
@@ -284,7 +291,10 @@ def test_samples_and_statistics_of_several_chains(
     assert set(diagnostics["sample_stats"]) == {"chain 0", "chain 1"}
     for chain in diagnostics["sample_stats"].values():
         assert set(chain) == STATISTICS
-        assert all(value.shape == (12,) and value.dtype == torch.float64 for value in chain.values())
+        assert all(value.dtype == torch.float64 for value in chain.values())
+        assert {name: value.shape for name, value in chain.items()} == {
+            name: (12, 3) if name in BY_SITE else (12,) for name in STATISTICS
+        }
         assert (chain["step_size"] == 0.02).all() and (chain["temperature"] == 0.5).all()
     assert diagnostics["loc"]["r_hat"].shape == (2,)
     mcmc.summary()
@@ -529,18 +539,18 @@ def test_models_that_cannot_be_sampled() -> None:
 
 def inject(monkeypatch: pytest.MonkeyPatch, at_step: int, spoil: Callable[[Tensor, Tensor], None]) -> None:
     """Spoil the evaluation that follows the move of the given step."""
-    evaluate = Potential.value_and_grad
+    evaluate = Gradient.__call__
     calls = 0
 
-    def spoiled(self: Potential, position: Tensor, indices: Any = None) -> tuple[Tensor, Tensor]:
+    def spoiled(self: Gradient, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
         nonlocal calls
-        energy, gradient = evaluate(self, position, indices)
+        energy, gradient = evaluate(self, position, minibatch)
         if calls == at_step:
-            spoil(energy, gradient)
+            spoil(energy[0], gradient[0])
         calls += 1
         return energy, gradient
 
-    monkeypatch.setattr(Potential, "value_and_grad", spoiled)
+    monkeypatch.setattr(Gradient, "__call__", spoiled)
 
 
 @pytest.mark.parametrize("step", [0, 7])
