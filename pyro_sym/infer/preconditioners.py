@@ -236,6 +236,9 @@ def rescale_momentum(momentum: Tensor, old: Tensor | None, new: Tensor | None) -
 
         m \leftarrow \sqrt{G_{\text{old}} / G_{\text{new}}} \; m.
 
+    The covariance of order :math:`h` that position and momentum have between steps is scaled along, and
+    recovers in a relaxation time.
+
     Args:
         momentum: :math:`m`, of shape ``(C, d)``.
         old: the inverse mass that ``momentum`` has, broadcastable to it; None for 1.

@@ -1,10 +1,9 @@
-"""The one-step maps: their algebra, their noise, their own stationary laws and orders, with negative controls."""
+"""The one-step maps: their algebra, noise, own stationary laws and orders, with negative controls."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -519,8 +518,8 @@ def interpolation(points: Tensor, nodes: Tensor) -> Tensor:
 def second_moment(step: Map, h: float, friction: float, theta_max: float = 3.6, size: int = 32) -> float:
     """E theta^2 in the chain's own stationary law on U = theta^2 / 2 + theta^4 / 4, without Monte Carlo.
 
-    The transition operator acts on functions of position and momentum, which are polynomials through a grid of
-    Chebyshev points; the expectation over the noise is Gaussian quadrature.
+    The transition operator acts on functions of position and momentum, which are polynomials through a grid
+    of Chebyshev points; the expectation over the noise is Gaussian quadrature.
     """
     unit = torch.cos(torch.arange(size, dtype=torch.float64) * math.pi / (size - 1))
     theta_nodes, m_nodes = theta_max * unit, 6.5 * unit
