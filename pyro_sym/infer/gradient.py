@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -14,12 +15,14 @@ import torch
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor, fx
+from torch.distributions import Distribution
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pyro_sym.infer.graph import (
     Function,
     UntraceableError,
     changes_tensors,
+    for_vmap,
     refuse_side_effects,
     simplify,
     straight_line,
@@ -118,7 +121,7 @@ class Gradient:
     def eager(self, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
         """The same by running the model once a chain: the reference that the graph is held to."""
         potential = _of_args(self.potential, minibatch.args)
-        with pyro.validation_enabled(False):
+        with _unvalidated():
             results = [
                 potential.value_and_grad(row, {name: i if i.dim() == 1 else i[chain] for name, i in rows})
                 for rows in [list(minibatch.indices.items())]
@@ -149,7 +152,7 @@ class Gradient:
 
         per_chain = [n < inputs.num_indices and t.dim() == 2 for n, t in enumerate(inputs.tensors)]
         rows = [t[0] if own else t for t, own in zip(inputs.tensors, per_chain, strict=True)]
-        with pyro.validation_enabled(False), torch.random.fork_rng(devices=[]):
+        with _unvalidated(), torch.random.fork_rng(devices=[]):
             single = trace(one_chain, [position[0], *rows])
         refuse_side_effects(single)
         in_dims = (0, *[0 if own else None for own in per_chain])
@@ -160,7 +163,7 @@ class Gradient:
                 return tuple(result.unsqueeze(0) for result in single(rows[0], *firsts))
 
         else:
-            chains = torch.func.vmap(single, in_dims=in_dims)
+            chains = torch.func.vmap(for_vmap(single), in_dims=in_dims)
         everything = [position, *inputs.tensors]
         with torch.no_grad():
             graph = trace(chains, everything)
@@ -268,7 +271,9 @@ class _Reference:
                 with torch.no_grad():
                     results = function(*inputs)
             except (RuntimeError, IndexError) as error:
-                raise UntraceableError(f"its graph fails elsewhere than where it was traced: {error}") from error
+                raise UntraceableError(
+                    f"its graph fails elsewhere than where it was traced: {error}"
+                ) from error
             for what, wanted, result in zip(("energy", "gradient"), expected, results, strict=True):
                 error = _relative_error(result[chain], wanted)
                 if not error <= (1e-3 if wanted.dtype == torch.float32 else 1e-8):
@@ -315,6 +320,18 @@ def _of_args(potential: Potential, args: tuple[Any, ...] | None) -> Potential:
     runnable = other.program._runnable
     other.program._runnable = lambda *a, **k: _AllRows()(runnable)(*a, **k)
     return other
+
+
+@contextmanager
+def _unvalidated() -> Iterator[None]:
+    """Switch validation off, for distributions that were made before, too: it branches on values."""
+    validate = Distribution._validate_sample
+    Distribution._validate_sample = lambda self, value: None  # type: ignore[method-assign]
+    try:
+        with pyro.validation_enabled(False):
+            yield
+    finally:
+        Distribution._validate_sample = validate  # type: ignore[method-assign]
 
 
 class _AllRows(Messenger):

@@ -10,9 +10,18 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["UntraceableError", "changes_tensors", "refuse_side_effects", "simplify", "straight_line", "trace"]
+__all__ = [
+    "UntraceableError",
+    "changes_tensors",
+    "for_vmap",
+    "refuse_side_effects",
+    "simplify",
+    "straight_line",
+    "trace",
+]
 
 aten = torch.ops.aten
 
@@ -24,23 +33,105 @@ class UntraceableError(RuntimeError):
 
 
 def trace(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """Record what ``function`` does at ``inputs``; tensors that it closes over become attributes of the graph."""
-    from torch.fx.experimental.proxy_tensor import make_fx
+    """Record what ``function`` does at ``inputs``; tensors that it closes over become attributes of the graph.
 
+    It is what ``make_fx`` does, less symbolic shapes: importing those takes longer than all the rest.
+    """
+    recorder = _Recorder(inputs)
     try:
-        return make_fx(function)(*inputs)
+        with recorder:
+            outputs = function(*inputs)
+    except UntraceableError:
+        raise
     except Exception as error:  # torch and the model raise all sorts
-        raise UntraceableError(f"{type(error).__name__}: {_first_sentence(error)}") from error
+        raise UntraceableError(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
+    return recorder.finish(outputs)
 
 
-def _first_sentence(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return lines[0].split(". ")[0]
+class _Recorder(TorchDispatchMode):
+    """Notes every operation below autograd and vmap; a tensor is known by its identity."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.root = torch.nn.Module()
+        self.nodes: dict[int, fx.Node] = {}
+        self.alive: list[Any] = []  # so that no identity is used twice
+        self.varying: set[fx.Node] = set()
+        for number, tensor in enumerate(inputs):
+            node = self._name(tensor, self.graph.placeholder(f"input{number}"))
+            self.varying.add(node)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.lift_fresh.default:  # a tensor that the function makes from Python numbers
+            func, args = aten.lift_fresh_copy.default, (args[0].detach(),)
+        given = tree_map(self._node_of, (args, kwargs or {}))
+        varying = any(n in self.varying for n in tree_leaves(given) if isinstance(n, fx.Node))
+        result = func(*args, **kwargs or {})
+        tensors = [r for r in tree_leaves(result) if isinstance(r, Tensor)]
+        if varying and (not tensors or torch.Tag.dynamic_output_shape in func.tags and func not in _INDEXING):
+            raise UntraceableError(
+                f"the model's course depends on the value of a tensor ({func}: an if, item() or a boolean mask)"
+            )
+        node = self.graph.call_function(func, *given)
+        if varying:
+            self.varying.add(node)
+        if isinstance(result, Tensor):
+            self._name(result, node)
+        else:
+            for number, part in enumerate(result if isinstance(result, (list, tuple)) else ()):
+                if isinstance(part, Tensor):
+                    item = self._name(part, self.graph.call_function(operator.getitem, (node, number)))
+                    if varying:
+                        self.varying.add(item)
+        return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler for that
+
+    def _name(self, tensor: Tensor, node: fx.Node) -> fx.Node:
+        self.alive.append(tensor)
+        if id(tensor) not in self.nodes or node.op == "call_function":
+            self.nodes[id(tensor)] = node
+        return node
+
+    def _node_of(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in self.nodes:
+            name = f"tensor{len(self.alive)}"
+            self.root.register_buffer(name, leaf)
+            self._name(leaf, self.graph.create_node("get_attr", name))
+        return self.nodes[id(leaf)]
+
+    def finish(self, outputs: Sequence[Tensor]) -> fx.GraphModule:
+        self.graph.output(tuple(self._node_of(output) for output in outputs))
+        return fx.GraphModule(self.root, self.graph)
+
+
+_INDEXING = {aten.index.Tensor}  # so tagged for boolean indices; those are found out by their values
 
 
 def changes_tensors(graph: fx.GraphModule) -> bool:
     """Whether an operation of the graph writes into a tensor."""
     return any(isinstance(n.target, OpOverload) and n.target._schema.is_mutable for n in graph.graph.nodes)
+
+
+def for_vmap(graph: fx.GraphModule) -> fx.GraphModule:
+    """Write the logits' cross entropy out, which vmap takes apart into more, and in-place, operations."""
+    for node in graph.graph.nodes:
+        if node.target is aten.binary_cross_entropy_with_logits.default and node.args[2:] == (None, None, 0):
+            logits, labels, *_ = node.args
+            with graph.graph.inserting_before(node):
+                call = graph.graph.call_function
+                no = call(aten.rsub.Scalar, (labels, 1))
+                log_yes = call(operator.getitem, (call(aten.log_sigmoid_forward.default, (logits,)), 0))
+                loss = call(aten.sub.Tensor, (call(aten.mul.Tensor, (no, logits)), log_yes))
+            node.replace_all_uses_with(loss)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
 
 
 def refuse_side_effects(graph: fx.GraphModule) -> None:
