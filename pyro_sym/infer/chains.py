@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_sym.errors import DivergenceError
-from pyro_sym.infer.gradient import Gradient
+from pyro_sym.infer.gradient import Gradient, of_args
 from pyro_sym.infer.minibatch import Loader, Minibatch, PlateRows
 from pyro_sym.infer.potential import Potential
 from pyro_sym.infer.preconditioners import rescale_momentum
@@ -195,7 +195,7 @@ class Chains:
             self.diverged[chain] = divergence
 
     def _log_joint_terms(self, position: Tensor, minibatch: Minibatch) -> dict[str, Tensor]:
-        potential = self.potential.at(minibatch)
+        potential = of_args(self.potential, minibatch.args)
         values = potential.constrain(potential.unflatten(position))
         return potential.program.log_joint_terms(values, minibatch.indices)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_sym.program import SubsampledPlate
 
-__all__ = ["Loader", "Minibatch", "PlateRows", "draw_rows"]
+__all__ = ["Loader", "Minibatch", "PlateRows", "draw_indices", "draw_rows"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Minibatch:
 
     Attributes:
         indices: rows by subsampled plate, of shape ``(C, B)`` a chain, or ``(B,)`` for all chains.
-        args: the model's positional arguments in this step; ``None`` stands for those of the run.
+        args: the model's positional arguments in this step, shared by all chains; ``None`` stands for those
+            of the run. Subsampled plates without indices then see the rows of the batch.
     """
 
     indices: Mapping[str, Tensor] = field(default_factory=dict)
@@ -61,6 +62,11 @@ def draw_rows(plate: SubsampledPlate, shape: tuple[int, ...] = ()) -> Tensor:
     return permutation[windows].reshape(*shape, count)
 
 
+def draw_indices(plates: Mapping[str, SubsampledPlate], *shape: int) -> dict[str, Tensor]:
+    """Minibatches of every plate's rows, by plate, each as :func:`draw_rows` draws them."""
+    return {name: draw_rows(plate, shape) for name, plate in plates.items()}
+
+
 def _without_repeats(size: int, shape: tuple[int, int], device: torch.device) -> Tensor:
     """Draw rows of distinct numbers: never more than are wanted, so the sets are those of a permutation."""
     rows = torch.randint(size, shape, device=device)
@@ -87,7 +93,7 @@ class PlateRows:
 
     def draw(self) -> Minibatch:
         """The minibatch of one step."""
-        return Minibatch({name: draw_rows(plate, self.shape) for name, plate in self.plates.items()})
+        return Minibatch(draw_indices(self.plates, *self.shape))
 
     def cover(self) -> Iterator[tuple[float, Minibatch]]:
         """Minibatches, all of one weight, in which every row of every plate is seen equally often."""
@@ -98,7 +104,7 @@ class PlateRows:
 
     def draw_many(self, steps: int) -> dict[str, Tensor]:
         """Rows of several steps at once, by plate, with the steps along the first dim."""
-        return {name: draw_rows(plate, (steps, *self.shape)) for name, plate in self.plates.items()}
+        return draw_indices(self.plates, steps, *self.shape)
 
 
 class Loader:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 from torch.distributions.transforms import IndependentTransform, Transform, identity_transform
 
-from pyro_sym.infer.minibatch import Minibatch, draw_rows
+from pyro_sym.infer.minibatch import draw_indices
 from pyro_sym.program import Program, Values
 
 __all__ = ["Potential"]
@@ -149,10 +149,6 @@ class Potential:
             )
         return energy.detach(), torch.cat([g.reshape(-1) for g in gradients])
 
-    def at(self, minibatch: Minibatch) -> Potential:
-        """This potential."""
-        return self
-
     def constrain(self, unconstrained: Values) -> dict[str, Tensor]:
         """Constrained values from unconstrained ones, site by site."""
         return {name: bijection(unconstrained[name]) for name, bijection in self._bijections.items()}
@@ -174,7 +170,7 @@ class Potential:
 
     def draw_indices(self) -> dict[str, Tensor]:
         """Draw indices for every subsampled plate, uniformly and without replacement."""
-        return {name: draw_rows(plate) for name, plate in self.program.plates.items()}
+        return draw_indices(self.program.plates)
 
     def initial(self, num_tries: int = 100) -> dict[str, Tensor]:
         """Draw a point by ``init_strategy`` until potential energy and gradient are finite there.
