@@ -153,7 +153,7 @@ class Chains:
         # A model may fail in ways of its own at a position that is not finite: look before it is evaluated.
         self._look_at("position", state[0])
         state = self._hold_diverged(state, self.state)
-        energy, gradient = self._gradient_of(state[0], minibatch)
+        energy, gradient = self._evaluate(state[0], minibatch)
         self._look_at("gradient", gradient)
         self._look_at("log probability", energy, state[0], minibatch)
         *arrived, self.energy, self.gradient = self._hold_diverged(
@@ -161,6 +161,9 @@ class Chains:
         )
         self.state = tuple(arrived)
         self._tune(warming_up)
+
+    def _evaluate(self, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
+        return self._gradient_of(position, minibatch)
 
     def _tune(self, warming_up: bool) -> None:
         """Let the preconditioner see the gradient; momenta keep their temperature under a new mass."""

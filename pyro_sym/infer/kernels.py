@@ -248,7 +248,7 @@ class StochasticGradientKernel(MCMCKernel):
             potential = Potential(self.model, source.first().args, kwargs, init_strategy=self.init_strategy)
         self.transforms = potential.transforms
         if initial_values is not None:
-            _check_sites(initial_values, potential, "initial_values")
+            _check_sites(initial_values, potential, "initial values")
             initial_params = potential.unconstrain(initial_values)
         plain = Gradient(potential, jit=self.jit)
         position = _starting_points(plain, potential, source, num_chains, initial_params)
@@ -262,7 +262,9 @@ class StochasticGradientKernel(MCMCKernel):
         if self.center is None:
             center = find_mode(full, position[0])
         else:
-            center = potential.flatten(_checked(self.center, potential, "center"))
+            _check_shapes(self.center, potential, "values of center")
+            center = potential.flatten(self.center)
+            _refuse_point(potential, center, "values of center")
         return ControlVariate(gradient, center, *full(center))
 
     def setup(self, warmup_steps: int, *args: Any, **kwargs: Any) -> None:
@@ -813,61 +815,49 @@ def _starting_points(
     given: Mapping[str, Tensor] | None,
 ) -> Tensor:
     """Flat positions of shape ``(C, d)`` with finite energies and gradients."""
-    if given is not None:
-        return torch.stack(
-            [
-                potential.flatten(_checked({n: v[c] for n, v in given.items()}, potential))
-                for c in range(_number_of_rows(given, num_chains))
-            ]
-        )
-    rows = [potential.flatten(potential.unconstrain(potential.program.draw()[0])) for _ in range(num_chains)]
-    position = torch.stack(rows).detach()
+    if given is None:
+        rows = [potential.unconstrain(potential.program.draw()[0]) for _ in range(num_chains)]
+    else:
+        _check_shapes(given, potential, "initial values", num_chains)
+        rows = [{name: value[chain] for name, value in given.items()} for chain in range(num_chains)]
+    position = torch.stack([potential.flatten(row) for row in rows]).detach()
     with torch.no_grad(), pyro.validation_enabled(False):
-        energy, slope = gradient(position, source.draw())
+        energy, slope = gradient(position, source.first())
     fine = energy.isfinite() & slope.isfinite().all(-1) & position.isfinite().all(-1)
     for chain in (~fine).nonzero().flatten().tolist():
+        if given is not None:
+            _refuse_point(potential, position[chain], "initial values", f" of chain {chain}")
         position[chain] = potential.flatten(potential.initial())
     return position
 
 
-def _number_of_rows(given: Mapping[str, Tensor], num_chains: int) -> int:
-    for name, value in given.items():
-        if value.shape[:1] != (num_chains,):
-            raise ValueError(
-                f"initial values of site {name!r} have shape {tuple(value.shape)}; with {num_chains} chains "
-                f"the first dim must be {num_chains}"
-            )
-    return num_chains
-
-
-def _checked(
-    params: Mapping[str, Tensor], potential: Potential, what: str = "initial_params"
-) -> dict[str, Tensor]:
-    """Values by site in the shapes, order and dtypes of the potential's."""
-    if set(params) != set(potential.shapes):
-        raise ValueError(
-            f"{what} are given for {sorted(params)}; the model's latent sites are {sorted(potential.shapes)}"
-        )
+def _check_shapes(
+    given: Mapping[str, Tensor], potential: Potential, what: str, num_chains: int | None = None
+) -> None:
+    _check_sites(given, potential, what)
+    chains = () if num_chains is None else (num_chains,)
     for name, shape in potential.shapes.items():
-        if params[name].shape != shape:
+        if given[name].shape != (*chains, *shape):
             raise ValueError(
-                f"{what} of site {name!r} have shape {tuple(params[name].shape)}; its "
-                f"unconstrained values have shape {tuple(shape)}"
+                f"{what} of site {name!r} have shape {tuple(given[name].shape)}; unconstrained values of "
+                f"{'one chain' if num_chains is None else f'{num_chains} chains'} have shape "
+                f"{(*chains, *shape)}"
             )
-    params = potential.unflatten(potential.flatten(params))
-    at_fault = potential.non_finite_sites(params, potential.draw_indices())
-    if at_fault:
-        raise ValueError(
-            f"{what} are no place to be; not finite there: {', '.join(at_fault)}. They are taken "
-            "as unconstrained values"
-        )
-    return params
 
 
 def _check_sites(given: Mapping[str, Tensor], potential: Potential, what: str) -> None:
     if set(given) != set(potential.shapes):
         raise ValueError(
             f"{what} are given for {sorted(given)}; the model's latent sites are {sorted(potential.shapes)}"
+        )
+
+
+def _refuse_point(potential: Potential, position: Tensor, what: str, whose: str = "") -> None:
+    at_fault = potential.non_finite_sites(potential.unflatten(position), potential.draw_indices())
+    if at_fault:
+        raise ValueError(
+            f"the {what}{whose} are no place to be; not finite there: {', '.join(at_fault)}. They are taken "
+            "as unconstrained values"
         )
 
 

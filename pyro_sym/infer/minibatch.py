@@ -91,6 +91,10 @@ class PlateRows:
         self.plates = plates
         self.shape = () if shared else (num_chains,)
 
+    def first(self) -> Minibatch:
+        """A minibatch to try the model on."""
+        return self.draw()
+
     def draw(self) -> Minibatch:
         """The minibatch of one step."""
         return Minibatch(draw_indices(self.plates, *self.shape))
