@@ -279,14 +279,14 @@ def inject_nan(monkeypatch: pytest.MonkeyPatch, at_step: int, chain: int) -> Non
 
 
 def test_a_divergence_names_chain_step_and_site_and_keeps_the_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    inject_nan(monkeypatch, at_step=11, chain=2)
+    inject_nan(monkeypatch, at_step=13, chain=2)
     mcmc = VectorizedMCMC(
         BAOA(full_model, step_size=0.1), 10, 2, num_chains=4, thinning=2, disable_progbar=True
     )
-    with pytest.raises(DivergenceError, match="chain 2, step 11: the gradient of site 'a' is not finite"):
+    with pytest.raises(DivergenceError, match="chain 2, step 13: the gradient of site 'a' is not finite"):
         mcmc.run()
-    assert mcmc.get_samples(group_by_chain=True)["a"].shape == (4, 3)
-    assert mcmc.diagnostics()["sample_stats"]["chain 0"]["lp"].shape == (3,)
+    assert mcmc.get_samples(group_by_chain=True)["a"].shape == (4, 4)
+    assert mcmc.diagnostics()["sample_stats"]["chain 0"]["lp"].shape == (4,)
 
 
 def test_masked_chains_end_and_the_others_go_on_unchanged(
