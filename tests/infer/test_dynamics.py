@@ -296,6 +296,17 @@ def test_stationary_variances_are_those_in_closed_form(name: str, temperature: f
         torch.testing.assert_close(covariance[1, 1].item(), kinetic, rtol=1e-11, atol=0)
 
 
+def test_half_way_through_its_kick_the_momentum_has_the_temperature() -> None:
+    """What the thermostat of SGNHT measures, exactly and with gradient noise; the new momentum has not."""
+    lam, h, friction, T, V = 1.7, 0.5, 0.8, 0.5, 3.0
+    transition, noise = affine(sghmc, lam, h, friction, T, V)
+    covariance = stationary(transition, noise)
+    half_way = (covariance[1, 1] + (transition @ covariance)[1, 1]) / 2
+    expected = T + h * V / (2 * friction)
+    assert half_way.item() == pytest.approx(expected, rel=1e-12)
+    assert covariance[1, 1].item() > 1.2 * expected
+
+
 def test_the_position_moves_with_the_new_momentum() -> None:
     """Explicit Euler is unstable where the symplectic one is fine: h lam > gamma."""
     lam, h, friction = 100.0, 0.05, 2.0
