@@ -41,7 +41,12 @@ def test_one_step_is_the_formula() -> None:
     h, friction, temperature, estimate = 0.3, 0.7, 0.4, 0.9
     theta, m, gradient, xi = normal(4, 5)
     G = normal(5, seed=1).exp()
-    overdamped = {"step_size": h, "temperature": temperature, "inverse_mass": G, "noise_estimate": 0.2}
+    overdamped: dict[str, Any] = {
+        "step_size": h,
+        "temperature": temperature,
+        "inverse_mass": G,
+        "noise_estimate": 0.2,
+    }
     options = {**overdamped, "friction": friction, "noise_estimate": estimate}
     close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-14)
 
@@ -99,7 +104,7 @@ def test_one_step_of_the_thermostat_is_the_formula() -> None:
 def test_one_thermostat_a_chain_is_one_group() -> None:
     theta, m, gradient, xi = normal(4, 2, 5)
     zeta = torch.ones(2, 1, dtype=torch.float64)
-    options = {"step_size": 0.1, "friction": 0.5, "temperature": 0.7}
+    options: dict[str, Any] = {"step_size": 0.1, "friction": 0.5, "temperature": 0.7}
     for one, other in zip(
         sgnht(theta, m, zeta, gradient, xi, **options),
         sgnht(theta, m, zeta, gradient, xi, groups=[5], **options),
@@ -291,6 +296,17 @@ def test_stationary_variances_are_those_in_closed_form(name: str, temperature: f
         torch.testing.assert_close(covariance[1, 1].item(), kinetic, rtol=1e-11, atol=0)
 
 
+def test_half_way_through_its_kick_the_momentum_has_the_temperature() -> None:
+    """What the thermostat of SGNHT measures, exactly and with gradient noise; the new momentum has not."""
+    lam, h, friction, T, V = 1.7, 0.5, 0.8, 0.5, 3.0
+    transition, noise = affine(sghmc, lam, h, friction, T, V)
+    covariance = stationary(transition, noise)
+    half_way = (covariance[1, 1] + (transition @ covariance)[1, 1]) / 2
+    expected = T + h * V / (2 * friction)
+    assert half_way.item() == pytest.approx(expected, rel=1e-12)
+    assert covariance[1, 1].item() > 1.2 * expected
+
+
 def test_the_position_moves_with_the_new_momentum() -> None:
     """Explicit Euler is unstable where the symplectic one is fine: h lam > gamma."""
     lam, h, friction = 100.0, 0.05, 2.0
@@ -324,7 +340,7 @@ LIMITS = {"sgld": 2 / 0.1, "averaged": 2 / 0.1, "sghmc": 2 * 0.5 / 0.1, "baoa": 
 @pytest.mark.parametrize("name", MAPS)
 def test_a_noise_estimate_beyond_what_is_injected_is_refused(name: str) -> None:
     """Neither complex numbers nor NaN: the largest estimate is in closed form."""
-    dynamics = {"sgld": sgld, "averaged": averaged_langevin, "sghmc": sghmc, "baoa": baoa}[name]
+    dynamics: Any = {"sgld": sgld, "averaged": averaged_langevin, "sghmc": sghmc, "baoa": baoa}[name]
     options: dict[str, Any] = {"step_size": 0.1, "temperature": 1.0}
     arguments = options if name in ("sgld", "averaged") else {**options, "friction": 0.5}
     values = normal(4, 3)
@@ -424,7 +440,7 @@ class Network:
         path = []
         for rows in self.batches:
             optimiser.zero_grad()
-            self.mean_loss(*parameters, rows).backward()  # type: ignore[no-untyped-call]
+            self.mean_loss(parameters[0], parameters[1], rows).backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             path.append(torch.cat([value.detach().flatten() for value in parameters]))
         return path
