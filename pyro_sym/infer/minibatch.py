@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,14 +53,14 @@ def draw_rows(plate: SubsampledPlate, shape: tuple[int, ...] = ()) -> Tensor:
     """
     size, count, device = plate.size, plate.subsample_size, plate.device
     number = math.prod(shape)
-    if size > 50 * count * number:  # measured break-even
+    if size > max(5_000, 4 * count * number):  # measured break-even
         return _without_repeats(size, (number, count), device).reshape(*shape, count)
     permutation = torch.randperm(size, device=device)
     if number == 1:
         return permutation[:count].reshape(*shape, count)
-    offsets = torch.randint(size, (number, 1), device=device)
-    windows = (offsets + torch.arange(count, device=device)) % size
-    return permutation[windows].reshape(*shape, count)
+    round_and_round = torch.cat([permutation, permutation[: count - 1]])
+    windows = round_and_round.unfold(0, count, 1)[torch.randint(size, (number,), device=device)]
+    return windows.reshape(*shape, count)
 
 
 def draw_indices(plates: Mapping[str, SubsampledPlate], *shape: int) -> dict[str, Tensor]:
@@ -68,14 +69,18 @@ def draw_indices(plates: Mapping[str, SubsampledPlate], *shape: int) -> dict[str
 
 
 def _without_repeats(size: int, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Draw rows of distinct numbers: never more than are wanted, so the sets are those of a permutation."""
-    rows = torch.randint(size, shape, device=device)
-    while True:
-        ordered, order = rows.sort(-1, stable=True)
-        again, at = (ordered[:, 1:] == ordered[:, :-1]).nonzero(as_tuple=True)
-        if not len(again):
-            return rows
-        rows[again, order[again, at + 1]] = torch.randint(size, (len(again),), device=device)
+    """Draw with replacement, and repeats anew till there are none: no set of rows is told from another."""
+    rows = torch.randint(size, shape)
+    drawn = rows.numpy()  # NumPy sorts many short rows ten times as fast as torch
+    drawn.sort(axis=1)
+    changed = np.arange(shape[0])
+    while len(changed):
+        again, at = np.nonzero(drawn[changed, 1:] == drawn[changed, :-1])
+        again = changed[again]
+        drawn[again, at + 1] = torch.randint(size, (len(again),)).numpy()
+        changed = np.unique(again)
+        drawn[changed] = np.sort(drawn[changed], axis=1)
+    return rows.to(device)
 
 
 class PlateRows:
