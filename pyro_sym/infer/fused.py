@@ -18,7 +18,7 @@ State = tuple[Tensor, ...]
 """What a step carries on; the position, of shape ``(C, d)``, comes first."""
 
 Step = Callable[[State, Tensor, Tensor, Tensor, Tensor], State]
-"""The state, the gradient and noise, both of shape ``(C, d)``, step size and temperature, 0-d, to the state."""
+"""From state, gradient and noise, both ``(C, d)``, step size and temperature, both 0-d, to the state."""
 
 
 def block_length(size: int) -> int:
@@ -42,9 +42,9 @@ class FusedSteps:
         s_{i+1} = \mathrm{step}(s_i, g_i, \xi_i, h_i, T_i), \qquad i = 0, \dots, k - 1:
 
     each step's gradient is taken at the position *before* it, on the minibatch of that step. A block needs
-    nothing of the block before but its state, and :math:`k` steps take :math:`k` gradients. The energy and the
-    gradient it returns are the last it took: :math:`U(s_{k-1}^{(0)}; b_{k-1})` and :math:`g_{k-1}`, at the
-    position before the last step.
+    nothing of the block before but its state, and :math:`k` steps take :math:`k` gradients. The energy and
+    the gradient it returns are the last it took: :math:`U(s_{k-1}^{(0)}; b_{k-1})` and :math:`g_{k-1}`, at
+    the position before the last step.
 
     The block is compiled by ``torch._inductor`` on the first call for inputs of given shapes, which takes
     seconds, and kept in its cache directory for later runs, for other data of the same shapes, too. Where
@@ -95,8 +95,8 @@ class FusedSteps:
             temperatures: of shape ``(k,)``.
 
         Returns:
-            The state after the steps, and the energies, of shape ``(C,)``, and gradients, of shape ``(C, d)``,
-            at the position before the last of them.
+            The state after the steps, and the energies, of shape ``(C,)``, and gradients, of shape
+            ``(C, d)``, at the position before the last of them.
         """
         if self.gradient.mode != "compile":
             return self.one_by_one(state, noise, indices, step_sizes, temperatures)

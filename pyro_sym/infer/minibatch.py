@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,6 +60,8 @@ def draw_indices(plates: Mapping[str, SubsampledPlate], *shape: int) -> dict[str
 def draw_subsets(plate: SubsampledPlate, sets: int) -> Tensor:
     """Draw ``sets`` sets of rows of a plate, each uniformly and without replacement.
 
+    A set costs the less the more are drawn at once, so draw for many steps ahead.
+
     Args:
         plate: which plate.
         sets: how many sets.
@@ -72,18 +75,22 @@ def draw_subsets(plate: SubsampledPlate, sets: int) -> Tensor:
         tensor([[0, 1, 2, 3]])
     """
     size, count = plate.size, plate.subsample_size
-    if count * (count - 1) > 4 * size:  # repeats in most sets: rank random numbers instead
-        return torch.rand(sets, size, device=plate.device, dtype=torch.float64).topk(count, sorted=False)[1]
-    # Tuples with replacement, less those with a repeat, are uniform without replacement.
-    rows = torch.randint(size, (sets, count), device=plate.device)
-    repeated = _with_repeats(rows)
-    while len(repeated) > 0:
-        rows[repeated] = again = torch.randint(size, (len(repeated), count), device=plate.device)
-        repeated = repeated[_with_repeats(again)]
-    return rows
-
-
-def _with_repeats(rows: Tensor) -> Tensor:
-    """Which sets hold a row twice."""
-    ordered = rows.sort(-1).values
-    return (ordered[:, 1:] == ordered[:, :-1]).any(-1).nonzero().squeeze(-1)
+    if 2 * count > size:  # repeats would be the rule: rank random numbers instead
+        rows = torch.rand(sets, size, dtype=torch.float64).topk(count, sorted=False).indices
+        return rows.to(plate.device)
+    # Draw with replacement, and repeats of a row within its set anew, till there are none: rows are told
+    # apart by their equality alone, so that every set is as likely as another.
+    rows = torch.randint(size, (sets, count))
+    drawn = rows.numpy()  # NumPy sorts many short rows ten times as fast as torch
+    looked_at = np.arange(sets)
+    part = drawn
+    part.sort(axis=1)
+    while True:
+        row, column = np.nonzero(part[:, 1:] == part[:, :-1])
+        if len(row) == 0:
+            return rows.to(plate.device)
+        part[row, column + 1] = torch.randint(size, (len(row),)).numpy()
+        changed = np.unique(row)
+        looked_at, part = looked_at[changed], part[changed]
+        part.sort(axis=1)
+        drawn[looked_at] = part

@@ -18,10 +18,9 @@ from pyro_sym.program import SubsampledPlate
 from tests.conftest import FAILURE_RATE, Z_LIMIT
 
 
-@pytest.mark.parametrize(("size", "count"), [(6, 2), (6, 5)])
+@pytest.mark.parametrize(("size", "count"), [(6, 2), (7, 3), (6, 5)])
 def test_subsets_are_uniform(size: int, count: int) -> None:
-    """By rejection and by ranks. Fails at a rate of 2e-5 over seeds."""
-    assert (count * (count - 1) > 4 * size) == (count == 5) or size * 4 >= count * (count - 1)
+    """By redrawing repeats and by ranks. Fails at a rate of 2e-5 over seeds."""
     num_draws, sets = 20_000, math.comb(size, count)
     plate = SubsampledPlate("rows", size, count, torch.device("cpu"))
     rows = draw_subsets(plate, num_draws).sort(-1).values
@@ -75,7 +74,6 @@ def test_minibatch_gradient_is_unbiased() -> None:
     z = torch.cat([z_scores(slopes, slope), z_scores(energies[:, None], energy[None])])
     assert z.abs().max() < Z_LIMIT
 
-    always_the_first_row = {name: rows.clone() for name, rows in minibatch.indices.items()}
-    always_the_first_row["rows"][:, 0] = 0  # negative control: a draw that isn't uniform
-    _, slopes = gradient(position.expand(num_draws, 2), Minibatch(always_the_first_row))
+    first_half = {name: rows // 2 for name, rows in minibatch.indices.items()}  # negative control
+    _, slopes = gradient(position.expand(num_draws, 2), Minibatch(first_half))
     assert z_scores(slopes, slope).abs().max() > 2 * Z_LIMIT
