@@ -1,4 +1,4 @@
-"""Potential energy and gradient of many chains at once, by a graph of the model instead of the model itself."""
+"""Potential energy and gradient of many chains at once, by a graph of the model."""
 
 from __future__ import annotations
 
@@ -173,37 +173,42 @@ class Gradient:
 
     def _prepare(self, key: Any, position: Tensor, minibatch: Minibatch) -> None:
         """Make the function for inputs of these shapes, or fall back."""
-        reference = _Reference(self, position, minibatch)
         inputs = [position, *_Inputs.of(minibatch).tensors]
+        reference = _Reference(self, position, minibatch)
         try:
             graph = self.graph(position, minibatch)
-            traced = straight_line(graph, inputs)
-            reference.check(traced)
+            function = straight_line(graph, inputs)
+            reference.check(function)
         except UntraceableError as error:
-            if self.jit == "trace":
-                raise
-            self._fall_back(
-                "eager",
-                f"the model can't be traced, so that each gradient runs it anew, at "
-                f"{1e3 * reference.seconds:.1g} ms a chain: {error}. jit='eager' does the same without this "
-                "warning",
-                error,
-            )
+            self._run_the_model(error, reference.seconds)
             return
         if self.mode == "compile":
-            from pyro_sym.infer.package import NoCompilerError, compiled
+            from pyro_sym.infer.package import CompilationError, compiled
 
             try:
-                traced = compiled(graph, inputs)
-                reference.check(traced)
-            except (NoCompilerError, UntraceableError) as error:
-                self._fall_back("trace", f"the gradient is traced, but not compiled: {error}", error)
-                traced = straight_line(graph, inputs)
-        self._prepared[key] = traced
+                fast = compiled(graph, inputs)
+                reference.check(fast)
+                function = fast
+            except (CompilationError, UntraceableError) as error:
+                self._do_not_compile(error)
+        self._prepared[key] = function
+
+    def _run_the_model(self, error: UntraceableError, seconds: float) -> None:
+        if self.jit == "trace":
+            raise error
+        self._fall_back(
+            "eager",
+            f"the model can't be traced, so that each gradient runs it anew, at {1e3 * seconds:.1g} ms a "
+            f"chain: {error}. jit='eager' does the same without this warning",
+            error,
+        )
+
+    def _do_not_compile(self, error: RuntimeError) -> None:
+        self._fall_back("trace", f"the gradient is traced, but not compiled: {error}", error)
 
     def _fall_back(self, mode: _Mode, message: str, error: Exception) -> None:
         self.mode, self.reason = mode, str(error)
-        warnings.warn(message, stacklevel=4)
+        warnings.warn(message, stacklevel=5)
 
 
 @dataclass(frozen=True)
@@ -276,12 +281,16 @@ class _Reference:
                 ) from error
             for what, wanted, result in zip(("energy", "gradient"), expected, results, strict=True):
                 error = _relative_error(result[chain], wanted)
-                if not error <= (1e-3 if wanted.dtype == torch.float32 else 1e-8):
+                if not error <= _tolerance(wanted):
                     raise UntraceableError(
                         f"its graph is right only where it was traced (elsewhere the {what} is off by "
                         f"{error:.1g}, relative): the model branches on values or indices, or isn't "
                         "deterministic"
                     )
+
+
+def _tolerance(wanted: Tensor) -> float:
+    return 1e-8 if wanted.dtype == torch.float64 else 1e-3
 
 
 def _relative_error(result: Tensor, wanted: Tensor) -> float:

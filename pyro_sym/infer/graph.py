@@ -1,4 +1,4 @@
-"""Functions of tensors as graphs of plain torch operations: traced, simplified and turned into straight-line code."""
+"""Functions of tensors as graphs of plain torch operations: traced, simplified, as straight-line code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class UntraceableError(RuntimeError):
 
 
 def trace(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """Record what ``function`` does at ``inputs``; tensors that it closes over become attributes of the graph.
+    """Record what ``function`` does at ``inputs``; tensors that it closes over become the graph's.
 
     It is what ``make_fx`` does, less symbolic shapes: importing those takes longer than all the rest.
     """
@@ -69,9 +69,10 @@ class _Recorder(TorchDispatchMode):
         varying = any(n in self.varying for n in tree_leaves(given) if isinstance(n, fx.Node))
         result = func(*args, **kwargs or {})
         tensors = [r for r in tree_leaves(result) if isinstance(r, Tensor)]
-        if varying and (not tensors or torch.Tag.dynamic_output_shape in func.tags and func not in _INDEXING):
+        of_values = torch.Tag.dynamic_output_shape in func.tags and func not in _INDEXING
+        if varying and (of_values or not tensors):
             raise UntraceableError(
-                f"the model's course depends on the value of a tensor ({func}: an if, item() or a boolean mask)"
+                f"the model's course depends on the value of a tensor, as by an if or item() ({func})"
             )
         node = self.graph.call_function(func, *given)
         if varying:

@@ -221,7 +221,8 @@ def dropout_model() -> None:
     pyro.factor("f", -(torch.nn.functional.dropout(x, 0.5).sum() ** 2))
 
 
-def counting_model(norm: Any = torch.nn.BatchNorm1d(3, dtype=torch.float64)) -> None:
+def counting_model(norm: torch.nn.Module | None = None) -> None:
+    norm = torch.nn.BatchNorm1d(3) if norm is None else norm
     x = pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).to_event(1))
     pyro.factor("f", -(norm(x + DATA[:, :3]) ** 2).sum())
 
@@ -265,8 +266,8 @@ def test_without_the_comparison_a_hidden_branch_would_be_wrong(monkeypatch: pyte
 def test_buffers_are_still_updated_after_a_fallback() -> None:
     norm = torch.nn.BatchNorm1d(3)
     potential = Potential(lambda: counting_model(norm))
+    gradient = Gradient(potential)
     with pytest.warns(UserWarning, match="runs it anew"):
-        gradient = Gradient(potential)
         gradient(torch.zeros(1, 3), Minibatch())
     before = int(norm.num_batches_tracked)  # type: ignore[arg-type]
     gradient(torch.zeros(1, 3), Minibatch())

@@ -1,0 +1,184 @@
+"""Several steps of a sampler, their gradients included, as one compiled function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_sym.infer.gradient import Gradient, _Reference, _relative_error, _tolerance
+from pyro_sym.infer.graph import Function, UntraceableError, simplify, straight_line, trace
+from pyro_sym.infer.minibatch import Minibatch
+
+__all__ = ["FusedSteps", "State", "Step", "block_length"]
+
+State = tuple[Tensor, ...]
+"""What a step carries on; the position, of shape ``(C, d)``, comes first."""
+
+Step = Callable[[State, Tensor, Tensor, Tensor, Tensor], State]
+"""From state, gradient and noise, both ``(C, d)``, step size and temperature, both 0-d, to the state."""
+
+
+def block_length(size: int) -> int:
+    """How many steps to fuse where positions hold ``size`` values, over all chains.
+
+    What a call costs by itself is shared by the steps of a block; the compiler's time grows with them.
+    """
+    if size <= 10_000:
+        return 10
+    return 4 if size <= 1_000_000 else 1
+
+
+class FusedSteps:
+    r"""Steps of a sampler with their gradients, compiled into one function.
+
+    For a state :math:`s` whose first part is the position, a block of :math:`k` steps is
+
+    .. math::
+
+        g_i = \nabla U(s_i^{(0)}; b_i), \qquad
+        s_{i+1} = \mathrm{step}(s_i, g_i, \xi_i, h_i, T_i), \qquad i = 0, \dots, k - 1:
+
+    each step's gradient is taken at the position *before* it, on the minibatch of that step. A block needs
+    nothing of the block before but its state, and :math:`k` steps take :math:`k` gradients. The energy and
+    the gradient it returns are the last it took: :math:`U(s_{k-1}^{(0)}; b_{k-1})` and :math:`g_{k-1}`, at
+    the position before the last step.
+
+    The block is compiled by ``torch._inductor`` on the first call for inputs of given shapes, which takes
+    seconds, and kept in its cache directory for later runs, for other data of the same shapes, too. Where
+    there is no C++ compiler, the steps are taken one by one, and a warning says so.
+
+    Args:
+        gradient: made with ``jit="compile"``; its ``mode`` and ``reason`` tell of a fallback.
+        step: a pure function of tensors: it must neither change its arguments, nor read their values, nor
+            draw random numbers.
+
+    Raises:
+        ValueError: if ``gradient`` was made with another ``jit``.
+
+    Example:
+        >>> def model():
+        ...     pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        >>> def descend(state, gradient, noise, step_size, temperature):
+        ...     return (state[0] - step_size * gradient,)
+        >>> steps = FusedSteps(Gradient(Potential(model), jit="compile"), descend)
+        >>> noise, start = torch.zeros(2, 1, 2), torch.ones(1, 2)
+        >>> state, energy, _ = steps.one_by_one((start,), noise, {}, torch.full((2,), 0.5), torch.ones(2))
+        >>> state
+        (tensor([[0.2500, 0.2500]]),)
+    """
+
+    def __init__(self, gradient: Gradient, step: Step) -> None:
+        if gradient.jit != "compile":
+            raise ValueError(f"the gradient was made with jit={gradient.jit!r}; make it with jit='compile'")
+        self.gradient = gradient
+        self.step = step
+        self._prepared: dict[Any, Function] = {}
+
+    def __call__(
+        self,
+        state: State,
+        noise: Tensor,
+        indices: Mapping[str, Tensor],
+        step_sizes: Tensor,
+        temperatures: Tensor,
+    ) -> tuple[State, Tensor, Tensor]:
+        """Take as many steps as there is noise for.
+
+        Args:
+            state: its first part the position, of shape ``(C, d)``.
+            noise: standard normal draws, of shape ``(k, C, d)``.
+            indices: rows by subsampled plate, of shape ``(k, C, B)``, or ``(k, B)`` if chains share them.
+            step_sizes: of shape ``(k,)``.
+            temperatures: of shape ``(k,)``.
+
+        Returns:
+            The state after the steps, and the energies, of shape ``(C,)``, and gradients, of shape
+            ``(C, d)``, at the position before the last of them.
+        """
+        if self.gradient.mode != "compile":
+            return self.one_by_one(state, noise, indices, step_sizes, temperatures)
+        inputs = [*state, noise, step_sizes, temperatures, *indices.values()]
+        key = tuple([tensor.shape for tensor in inputs])
+        run = self._prepared.get(key)
+        if run is None:
+            self._prepare(key, state, noise, indices, step_sizes, temperatures)
+            return self(state, noise, indices, step_sizes, temperatures)
+        *after, energy, gradient = run(*inputs)
+        return tuple(after), energy, gradient
+
+    def one_by_one(
+        self,
+        state: State,
+        noise: Tensor,
+        indices: Mapping[str, Tensor],
+        step_sizes: Tensor,
+        temperatures: Tensor,
+    ) -> tuple[State, Tensor, Tensor]:
+        """The same steps without fusing them; arguments and results as of a call."""
+        return self._loop(self.gradient, state, noise, indices, step_sizes, temperatures)
+
+    def _loop(
+        self,
+        gradient_at: Callable[[Tensor, Minibatch], tuple[Tensor, Tensor]],
+        state: State,
+        noise: Tensor,
+        indices: Mapping[str, Tensor],
+        step_sizes: Tensor,
+        temperatures: Tensor,
+    ) -> tuple[State, Tensor, Tensor]:
+        for i in range(len(noise)):
+            minibatch = Minibatch({name: rows[i] for name, rows in indices.items()})
+            energy, gradient = gradient_at(state[0], minibatch)
+            state = self.step(state, gradient, noise[i], step_sizes[i], temperatures[i])
+        return state, energy, gradient
+
+    def _prepare(
+        self,
+        key: Any,
+        state: State,
+        noise: Tensor,
+        indices: Mapping[str, Tensor],
+        step_sizes: Tensor,
+        temperatures: Tensor,
+    ) -> None:
+        """Compile the steps for inputs of these shapes, or fall back."""
+        from pyro_sym.infer.package import CompilationError, compiled
+
+        names, parts = tuple(indices), len(state)
+        first = Minibatch({name: rows[0] for name, rows in indices.items()})
+        reference = _Reference(self.gradient, state[0], first)
+        try:
+            graph = self.gradient.graph(state[0], first)
+            reference.check(straight_line(graph, [state[0], *first.indices.values()]))
+        except UntraceableError as error:
+            self.gradient._run_the_model(error, reference.seconds)
+            return
+
+        def block(*inputs: Tensor) -> tuple[Tensor, ...]:
+            noise, step_sizes, temperatures, *rows = inputs[parts:]
+            after, energy, gradient = self._loop(
+                lambda position, minibatch: graph(position, *minibatch.indices.values()),
+                inputs[:parts],
+                noise,
+                dict(zip(names, rows, strict=True)),
+                step_sizes,
+                temperatures,
+            )
+            return (*after, energy, gradient)
+
+        inputs = [*state, noise, step_sizes, temperatures, *indices.values()]
+        try:
+            with torch.no_grad():
+                expected = block(*inputs)
+                run = compiled(simplify(trace(block, inputs), inputs), inputs)
+            for result, wanted in zip(run(*inputs), expected, strict=True):
+                error_seen = _relative_error(result, wanted)
+                if not error_seen <= _tolerance(wanted):
+                    raise CompilationError(f"its result is off by {error_seen:.1g}, relative")
+        except (CompilationError, UntraceableError) as error:
+            self.gradient._do_not_compile(error)
+            return
+        self._prepared[key] = run
