@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_sym.errors import DivergenceError
+from pyro_sym.infer.fused import FusedSteps, block_length
 from pyro_sym.infer.gradient import Gradient, of_args
 from pyro_sym.infer.minibatch import Loader, Minibatch, PlateRows
 from pyro_sym.infer.potential import Potential
@@ -48,6 +49,7 @@ class Chains:
         source: where minibatches come from.
         position: where the chains start, of shape ``(C, d)``.
         on_divergence: ``"raise"`` an error, or ``"mask"`` the chain: it stays where it last was finite.
+        fused: steps of the kernel with plain gradients, compiled.
 
     Attributes:
         state: the positions, and what the dynamics carries along.
@@ -64,6 +66,7 @@ class Chains:
         source: PlateRows | Loader,
         position: Tensor,
         on_divergence: Literal["raise", "mask"] = "raise",
+        fused: FusedSteps | None = None,
     ) -> None:
         self.kernel = kernel
         self.potential = potential
@@ -74,6 +77,7 @@ class Chains:
         self.temperature = kernel.temperature_at(0)
         self.diverged: dict[int, Divergence] = {}
         self._gradient_of = gradient
+        self._fused = fused
         self._noiseless = position.new_zeros(()).expand_as(position)
         sizes = list(potential.sizes.values())
         self._tuning = kernel.preconditioner.init(position, sizes)
@@ -110,19 +114,62 @@ class Chains:
             DivergenceError: if a position, gradient or energy is not finite, unless chains are masked.
         """
         with _quiet():
-            for _ in range(steps):
-                self.step_size = self.kernel.step_size_at(self.step)
-                self.temperature = self.kernel.temperature_at(self.step)
-                state = self.kernel.move(
-                    self.state,
-                    self.gradient,
-                    self._noise(),
-                    step_size=self.step_size,
-                    temperature=self.temperature,
-                    inverse_mass=self._mass,
-                )
-                self._arrive(state, warming_up)
-                self.step += 1
+            # Blocks of one length, that divides what is asked for: each length is compiled by itself.
+            block = math.gcd(steps, block_length(self.position.numel()))
+            for _ in range(steps // block):
+                if self._compiles(warming_up):
+                    self._take_block(block)
+                else:
+                    for _ in range(block):
+                        self._take_step(warming_up)
+
+    def _take_step(self, warming_up: bool, noise: Tensor | None = None, minibatch: Minibatch | None = None) -> None:
+        self.step_size = self.kernel.step_size_at(self.step)
+        self.temperature = self.kernel.temperature_at(self.step)
+        state = self.kernel.move(
+            self.state,
+            self.gradient,
+            self._noise() if noise is None else noise,
+            step_size=self.step_size,
+            temperature=self.temperature,
+            inverse_mass=self._mass,
+        )
+        self._arrive(state, warming_up, minibatch)
+        self.step += 1
+
+    def _compiles(self, warming_up: bool) -> bool:
+        """Whether steps can be taken by compiled code: it looks at nothing between them."""
+        return (
+            self._fused is not None
+            and self._fused.gradient.mode == "compile"
+            and not self.diverged
+            and self.kernel.preconditioner.is_fixed(warming_up)
+        )
+
+    def _take_block(self, steps: int) -> None:
+        """Take steps by compiled code; if something is not finite, again one by one to find what."""
+        assert self._fused is not None and isinstance(self.source, PlateRows)
+        schedule = range(self.step, self.step + steps)
+        step_sizes = [self.kernel.step_size_at(step) for step in schedule]
+        temperatures = [self.kernel.temperature_at(step) for step in schedule]
+        like = self._noiseless
+        if any(temperatures):
+            noise = torch.randn(steps, *like.shape, dtype=like.dtype, device=like.device)
+        else:
+            noise = like.expand(steps, *like.shape).contiguous()
+        rows = self.source.draw_many(steps)
+        mass = () if self.inverse_mass is None else (self.inverse_mass,)
+        numbers = torch.tensor([step_sizes, temperatures], dtype=like.dtype, device=like.device)
+        state, energy, gradient = self._fused((*self.state, *mass), self.gradient, noise, rows, *numbers)
+        if not (energy.sum() + gradient.sum() + state[0].sum()).isfinite():
+            for i in range(steps):
+                minibatch = Minibatch({name: row[i] for name, row in rows.items()})
+                self._take_step(False, noise[i], minibatch)
+            return
+        self.state = state[: len(self.state)]
+        self.energy, self.gradient = energy, gradient
+        self.step_size, self.temperature = step_sizes[-1], temperatures[-1]
+        self.step += steps
 
     @property
     def _mass(self) -> Tensor | float:
@@ -147,9 +194,9 @@ class Chains:
             shown["kinetic temp."] = f"{kinetic:.2g}"
         return shown
 
-    def _arrive(self, state: State, warming_up: bool) -> None:
+    def _arrive(self, state: State, warming_up: bool, minibatch: Minibatch | None = None) -> None:
         """Evaluate energy and gradient at new positions on a fresh minibatch, and take them over."""
-        minibatch = self.source.draw()
+        minibatch = self.source.draw() if minibatch is None else minibatch
         # A model may fail in ways of its own at a position that is not finite: look before it is evaluated.
         self._look_at("position", state[0])
         state = self._hold_diverged(state, self.state)

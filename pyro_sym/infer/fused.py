@@ -34,17 +34,15 @@ def block_length(size: int) -> int:
 class FusedSteps:
     r"""Steps of a sampler with their gradients, compiled into one function.
 
-    For a state :math:`s` whose first part is the position, a block of :math:`k` steps is
+    For a state :math:`s` whose first part is the position, with the gradient :math:`g_0` there, a block of
+    :math:`k` steps is
 
     .. math::
 
-        g_i = \nabla U(s_i^{(0)}; b_i), \qquad
-        s_{i+1} = \mathrm{step}(s_i, g_i, \xi_i, h_i, T_i), \qquad i = 0, \dots, k - 1:
+        s_{i+1} = \mathrm{step}(s_i, g_i, \xi_i, h_i, T_i), \qquad
+        g_{i+1} = \nabla U(s_{i+1}^{(0)}; b_i), \qquad i = 0, \dots, k - 1,
 
-    each step's gradient is taken at the position *before* it, on the minibatch of that step. A block needs
-    nothing of the block before but its state, and :math:`k` steps take :math:`k` gradients. The energy and
-    the gradient it returns are the last it took: :math:`U(s_{k-1}^{(0)}; b_{k-1})` and :math:`g_{k-1}`, at
-    the position before the last step.
+    so that the position it ends at has its energy and gradient, those that the next block begins with.
 
     The block is compiled by ``torch._inductor`` on the first call for inputs of given shapes, which takes
     seconds, and kept in its cache directory for later runs, for other data of the same shapes, too. Where
@@ -65,7 +63,8 @@ class FusedSteps:
         ...     return (state[0] - step_size * gradient,)
         >>> steps = FusedSteps(Gradient(Potential(model), jit="compile"), descend)
         >>> noise, start = torch.zeros(2, 1, 2), torch.ones(1, 2)
-        >>> state, energy, _ = steps.one_by_one((start,), noise, {}, torch.full((2,), 0.5), torch.ones(2))
+        >>> step_sizes, temperatures = torch.full((2,), 0.5), torch.ones(2)
+        >>> state, energy, _ = steps.one_by_one((start,), start, noise, {}, step_sizes, temperatures)
         >>> state
         (tensor([[0.2500, 0.2500]]),)
     """
@@ -80,6 +79,7 @@ class FusedSteps:
     def __call__(
         self,
         state: State,
+        gradient: Tensor,
         noise: Tensor,
         indices: Mapping[str, Tensor],
         step_sizes: Tensor,
@@ -89,6 +89,7 @@ class FusedSteps:
 
         Args:
             state: its first part the position, of shape ``(C, d)``.
+            gradient: at that position, of shape ``(C, d)``.
             noise: standard normal draws, of shape ``(k, C, d)``.
             indices: rows by subsampled plate, of shape ``(k, C, B)``, or ``(k, B)`` if chains share them.
             step_sizes: of shape ``(k,)``.
@@ -96,49 +97,52 @@ class FusedSteps:
 
         Returns:
             The state after the steps, and the energies, of shape ``(C,)``, and gradients, of shape
-            ``(C, d)``, at the position before the last of them.
+            ``(C, d)``, at the position after the last of them.
         """
         if self.gradient.mode != "compile":
-            return self.one_by_one(state, noise, indices, step_sizes, temperatures)
-        inputs = [*state, noise, step_sizes, temperatures, *indices.values()]
+            return self.one_by_one(state, gradient, noise, indices, step_sizes, temperatures)
+        inputs = [*state, gradient, noise, step_sizes, temperatures, *indices.values()]
         key = tuple([tensor.shape for tensor in inputs])
         run = self._prepared.get(key)
         if run is None:
-            self._prepare(key, state, noise, indices, step_sizes, temperatures)
-            return self(state, noise, indices, step_sizes, temperatures)
-        *after, energy, gradient = run(*inputs)
-        return tuple(after), energy, gradient
+            self._prepare(key, state, gradient, noise, indices, step_sizes, temperatures)
+            return self(state, gradient, noise, indices, step_sizes, temperatures)
+        *after, energy, slope = run(*inputs)
+        return tuple(after), energy, slope
 
     def one_by_one(
         self,
         state: State,
+        gradient: Tensor,
         noise: Tensor,
         indices: Mapping[str, Tensor],
         step_sizes: Tensor,
         temperatures: Tensor,
     ) -> tuple[State, Tensor, Tensor]:
         """The same steps without fusing them; arguments and results as of a call."""
-        return self._loop(self.gradient, state, noise, indices, step_sizes, temperatures)
+        return self._loop(self.gradient, state, gradient, noise, indices, step_sizes, temperatures)
 
     def _loop(
         self,
         gradient_at: Callable[[Tensor, Minibatch], tuple[Tensor, Tensor]],
         state: State,
+        gradient: Tensor,
         noise: Tensor,
         indices: Mapping[str, Tensor],
         step_sizes: Tensor,
         temperatures: Tensor,
     ) -> tuple[State, Tensor, Tensor]:
         for i in range(len(noise)):
+            state = self.step(state, gradient, noise[i], step_sizes[i], temperatures[i])
             minibatch = Minibatch({name: rows[i] for name, rows in indices.items()})
             energy, gradient = gradient_at(state[0], minibatch)
-            state = self.step(state, gradient, noise[i], step_sizes[i], temperatures[i])
         return state, energy, gradient
 
     def _prepare(
         self,
         key: Any,
         state: State,
+        gradient: Tensor,
         noise: Tensor,
         indices: Mapping[str, Tensor],
         step_sizes: Tensor,
@@ -158,18 +162,19 @@ class FusedSteps:
             return
 
         def block(*inputs: Tensor) -> tuple[Tensor, ...]:
-            noise, step_sizes, temperatures, *rows = inputs[parts:]
-            after, energy, gradient = self._loop(
+            gradient, noise, step_sizes, temperatures, *rows = inputs[parts:]
+            after, energy, slope = self._loop(
                 lambda position, minibatch: graph(position, *minibatch.indices.values()),
                 inputs[:parts],
+                gradient,
                 noise,
                 dict(zip(names, rows, strict=True)),
                 step_sizes,
                 temperatures,
             )
-            return (*after, energy, gradient)
+            return (*after, energy, slope)
 
-        inputs = [*state, noise, step_sizes, temperatures, *indices.values()]
+        inputs = [*state, gradient, noise, step_sizes, temperatures, *indices.values()]
         try:
             with torch.no_grad():
                 expected = block(*inputs)

@@ -19,6 +19,7 @@ from torch.distributions.transforms import Transform
 from pyro_sym.infer import dynamics
 from pyro_sym.infer.chains import Chains, Recorder, State
 from pyro_sym.infer.control_variate import ControlVariate, FullGradient, find_mode
+from pyro_sym.infer.fused import FusedSteps
 from pyro_sym.infer.gradient import Gradient, Jit
 from pyro_sym.infer.minibatch import Loader, PlateRows
 from pyro_sym.infer.potential import Potential
@@ -250,10 +251,25 @@ class StochasticGradientKernel(MCMCKernel):
         if initial_values is not None:
             _check_sites(initial_values, potential, "initial values")
             initial_params = potential.unconstrain(initial_values)
-        plain = Gradient(potential, jit=self.jit)
+        # Compiled code takes blocks of steps where it can; what is left between them is too little to compile.
+        fuses = self.jit == "compile" and self.batches is None and self.gradient == "plain"
+        plain = Gradient(potential, jit="auto" if fuses else self.jit)
         position = _starting_points(plain, potential, source, num_chains, initial_params)
         centred = self._centred(plain, potential, source, position) if self.gradient != "plain" else plain
-        return Chains(self, potential, centred, source, position, on_divergence)
+        fused = FusedSteps(Gradient(potential, jit="compile"), self._step_of_block) if fuses else None
+        return Chains(self, potential, centred, source, position, on_divergence, fused)
+
+    def _step_of_block(
+        self, state: State, gradient: Tensor, noise: Tensor, step_size: Tensor, temperature: Tensor
+    ) -> State:
+        """:meth:`move`, with the inverse mass as the last part of the state, if there is one."""
+        mass = () if isinstance(self.preconditioner, Identity) else state[-1:]
+        own = state[: len(state) - len(mass)]
+        factor = mass[0] if mass else 1.0
+        moved = self.move(
+            own, gradient, noise, step_size=step_size, temperature=temperature, inverse_mass=factor
+        )
+        return *moved, *mass
 
     def _centred(
         self, gradient: Gradient, potential: Potential, source: PlateRows | Loader, position: Tensor

@@ -50,6 +50,10 @@ class Preconditioner(ABC):
     def inverse_mass(self, state: State) -> Tensor | None:
         """Return the inverse mass, broadcastable to ``(C, d)``, or None if it is 1."""
 
+    @abstractmethod
+    def is_fixed(self, warming_up: bool) -> bool:
+        """Tell whether :meth:`update` changes nothing, in warm-up or after it."""
+
 
 @dataclass(frozen=True)
 class Identity(Preconditioner):
@@ -71,6 +75,10 @@ class Identity(Preconditioner):
 
     def inverse_mass(self, state: State) -> None:
         """Return None: the inverse mass is 1."""
+
+    def is_fixed(self, warming_up: bool) -> bool:
+        """Return True."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -155,6 +163,10 @@ class PerSite(Preconditioner):
         """Return the inverse mass, of shape ``(d,)``."""
         return state["inverse_mass"]
 
+    def is_fixed(self, warming_up: bool) -> bool:
+        """Return whether warm-up is over."""
+        return not warming_up
+
 
 @dataclass(frozen=True)
 class RMSprop(Preconditioner):
@@ -227,6 +239,10 @@ class RMSprop(Preconditioner):
     def inverse_mass(self, state: State) -> Tensor:
         """Return the inverse mass, of shape ``(C, d)``."""
         return 1 / (state["square"].sqrt() + self.eps)
+
+    def is_fixed(self, warming_up: bool) -> bool:
+        """Return False: it follows the chain."""
+        return False
 
 
 def rescale_momentum(momentum: Tensor, old: Tensor | None, new: Tensor | None) -> Tensor:

@@ -51,21 +51,21 @@ def langevin(
 
 
 def block_inputs(potential: Potential, steps: int, chains: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    state = tuple(torch.randn(2, chains, potential.size, dtype=dtype).unbind())
+    *state, gradient = torch.randn(3, chains, potential.size, dtype=dtype).unbind()
     noise = torch.randn(steps, chains, potential.size, dtype=dtype)
     indices = draw_indices(potential.program.plates, steps, chains)
     step_sizes = torch.linspace(0.02, 0.01, steps, dtype=dtype)
     temperatures = torch.linspace(1.0, 0.0, steps, dtype=dtype)
-    return state, noise, indices, step_sizes, temperatures
+    return tuple(state), gradient, noise, indices, step_sizes, temperatures
 
 
 def eager_steps(potential: Potential, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The definition, by the potential itself."""
-    state, noise, indices, step_sizes, temperatures = inputs
+    state, gradient, noise, indices, step_sizes, temperatures = inputs
     reference = Gradient(potential, jit="eager")
     for i in range(len(noise)):
-        energy, gradient = reference(state[0], Minibatch({name: rows[i] for name, rows in indices.items()}))
         state = langevin(state, gradient, noise[i], step_sizes[i], temperatures[i])
+        energy, gradient = reference(state[0], Minibatch({name: rows[i] for name, rows in indices.items()}))
     return state, energy, gradient
 
 
@@ -117,7 +117,7 @@ def test_without_a_compiler_steps_are_traced(monkeypatch: pytest.MonkeyPatch) ->
 
     alone = Gradient(potential, jit="compile")
     with pytest.warns(UserWarning, match="traced, but not compiled"):
-        alone(inputs[0][0], Minibatch({"rows": inputs[2]["rows"][0]}))
+        alone(inputs[0][0], Minibatch({"rows": inputs[3]["rows"][0]}))
     assert alone.mode == "trace"
 
 
