@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyro
 import torch
@@ -78,6 +79,12 @@ class Chains:
         self.diverged: dict[int, Divergence] = {}
         self._gradient_of = gradient
         self._fused = fused
+        self._last_numbers: tuple[Any, Tensor] | None = None
+        if fused is not None:
+            assert isinstance(source, PlateRows)
+            self._noise_ahead = _Ahead(lambda steps: {"": self._draw_noise(steps)}, position.numel())
+            rows = len(position) * sum(plate.subsample_size for plate in source.plates.values())
+            self._rows_ahead = _Ahead(source.draw_many, rows)
         self._noiseless = position.new_zeros(()).expand_as(position)
         sizes = list(potential.sizes.values())
         self._tuning = kernel.preconditioner.init(position, sizes)
@@ -123,7 +130,9 @@ class Chains:
                     for _ in range(block):
                         self._take_step(warming_up)
 
-    def _take_step(self, warming_up: bool, noise: Tensor | None = None, minibatch: Minibatch | None = None) -> None:
+    def _take_step(
+        self, warming_up: bool, noise: Tensor | None = None, minibatch: Minibatch | None = None
+    ) -> None:
         self.step_size = self.kernel.step_size_at(self.step)
         self.temperature = self.kernel.temperature_at(self.step)
         state = self.kernel.move(
@@ -150,16 +159,16 @@ class Chains:
         """Take steps by compiled code; if something is not finite, again one by one to find what."""
         assert self._fused is not None and isinstance(self.source, PlateRows)
         schedule = range(self.step, self.step + steps)
-        step_sizes = [self.kernel.step_size_at(step) for step in schedule]
-        temperatures = [self.kernel.temperature_at(step) for step in schedule]
-        like = self._noiseless
-        if any(temperatures):
-            noise = torch.randn(steps, *like.shape, dtype=like.dtype, device=like.device)
-        else:
-            noise = like.expand(steps, *like.shape).contiguous()
-        rows = self.source.draw_many(steps)
+        step_sizes = tuple(map(self.kernel.step_size_at, schedule))
+        temperatures = tuple(map(self.kernel.temperature_at, schedule))
+        noise = (
+            self._noise_ahead.take(steps)[""]
+            if any(temperatures)
+            else self._noiseless.expand(steps, *self._noiseless.shape).contiguous()
+        )
+        rows = self._rows_ahead.take(steps)
         mass = () if self.inverse_mass is None else (self.inverse_mass,)
-        numbers = torch.tensor([step_sizes, temperatures], dtype=like.dtype, device=like.device)
+        numbers = self._numbers(step_sizes, temperatures)
         state, energy, gradient = self._fused((*self.state, *mass), self.gradient, noise, rows, *numbers)
         if not (energy.sum() + gradient.sum() + state[0].sum()).isfinite():
             for i in range(steps):
@@ -170,6 +179,18 @@ class Chains:
         self.energy, self.gradient = energy, gradient
         self.step_size, self.temperature = step_sizes[-1], temperatures[-1]
         self.step += steps
+
+    def _draw_noise(self, steps: int) -> Tensor:
+        like = self._noiseless
+        return torch.randn(steps, *like.shape, dtype=like.dtype, device=like.device)
+
+    def _numbers(self, step_sizes: tuple[float, ...], temperatures: tuple[float, ...]) -> Tensor:
+        """Step sizes and temperatures of a block as a tensor, kept for as long as they stay the same."""
+        if self._last_numbers is None or self._last_numbers[0] != (step_sizes, temperatures):
+            like = self._noiseless
+            numbers = torch.tensor([step_sizes, temperatures], dtype=like.dtype, device=like.device)
+            self._last_numbers = ((step_sizes, temperatures), numbers)
+        return self._last_numbers[1]
 
     @property
     def _mass(self) -> Tensor | float:
@@ -266,6 +287,35 @@ class Chains:
             torch.where(ended.reshape(-1, *(1,) * (new.dim() - 1)), old, new)
             for new, old in zip(now, then, strict=True)
         )
+
+
+class _Ahead:
+    """Random numbers drawn for many blocks of steps at once: what a call costs by itself is shared.
+
+    Args:
+        draw: makes tensors by name, with so many steps along the first dim.
+        numel: how many numbers a step takes.
+    """
+
+    MAX_NUMEL, MAX_BLOCKS = 2**16, 64
+
+    def __init__(self, draw: Callable[[int], dict[str, Tensor]], numel: int) -> None:
+        self._draw = draw
+        self._numel = numel
+        self._blocks: Iterator[dict[str, Tensor]] = iter(())
+        self._steps = 0
+
+    def take(self, steps: int) -> dict[str, Tensor]:
+        """The numbers of the next block of steps."""
+        block = next(self._blocks, None) if steps == self._steps else None
+        if block is None:
+            count = max(1, min(self.MAX_BLOCKS, self.MAX_NUMEL // max(1, steps * self._numel)))
+            drawn = self._draw(steps * count)
+            parts = zip(*(tensor.split(steps) for tensor in drawn.values()), strict=True)
+            blocks = [dict(zip(drawn, part, strict=True)) for part in parts] or [{}] * count
+            self._blocks, self._steps = iter(blocks), steps
+            block = next(self._blocks)
+        return block
 
 
 def _quiet() -> ExitStack:
