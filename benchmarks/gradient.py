@@ -1,8 +1,7 @@
 """What a gradient costs: the model itself, its graph, the compiled graph and steps, and a gradient by hand.
 
-Run from the root of the repository: ``python benchmarks/gradient.py [--mlp] [--chains 64]``. Rounds go through
-all contestants in turn, so that what else the machine does hits them alike; the table is in microseconds for
-each chain, on one thread.
+Run from the root of the repository: ``python benchmarks/gradient.py [--mlp] [--chains 64]``. Rounds go
+through all contestants in turn, so that what else the machine does hits them alike. One thread.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class FusedSteps:
         if self.gradient.mode != "compile":
             return self.one_by_one(state, noise, indices, step_sizes, temperatures)
         inputs = [*state, noise, step_sizes, temperatures, *indices.values()]
-        key = tuple([tensor.shape for tensor in inputs])
+        key = (*indices, *[tensor.shape for tensor in inputs])
         run = self._prepared.get(key)
         if run is None:
             self._prepare(key, state, noise, indices, step_sizes, temperatures)
@@ -175,9 +175,9 @@ class FusedSteps:
                 expected = block(*inputs)
                 run = compiled(simplify(trace(block, inputs), inputs), inputs)
             for result, wanted in zip(run(*inputs), expected, strict=True):
-                error_seen = _relative_error(result, wanted)
-                if not error_seen <= _tolerance(wanted):
-                    raise CompilationError(f"its result is off by {error_seen:.1g}, relative")
+                deviation = _relative_error(result, wanted)
+                if not deviation <= _tolerance(wanted):
+                    raise CompilationError(f"its result is off by {deviation:.1g}, relative")
         except (CompilationError, UntraceableError) as error:
             self.gradient._do_not_compile(error)
             return
