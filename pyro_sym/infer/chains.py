@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_sym.errors import DivergenceError
 from pyro_sym.infer.fused import FusedSteps, block_length
-from pyro_sym.infer.gradient import Gradient, of_args
+from pyro_sym.infer.gradient import Gradient, potential_on
 from pyro_sym.infer.minibatch import Loader, Minibatch, PlateRows
 from pyro_sym.infer.potential import Potential
 from pyro_sym.infer.preconditioners import rescale_momentum
@@ -79,7 +79,7 @@ class Chains:
         self.diverged: dict[int, Divergence] = {}
         self._gradient_of = gradient
         self._fused = fused
-        self._last_numbers: tuple[Any, Tensor] | None = None
+        self._last_numbers: tuple[Any, list[Tensor]] | None = None
         if fused is not None:
             assert isinstance(source, PlateRows)
             self._noise_ahead = _Ahead(lambda steps: {"": self._draw_noise(steps)}, position.numel())
@@ -120,15 +120,16 @@ class Chains:
         Raises:
             DivergenceError: if a position, gradient or energy is not finite, unless chains are masked.
         """
-        with _quiet():
-            # Blocks of one length, that divides what is asked for: each length is compiled by itself.
-            block = math.gcd(steps, block_length(self.position.numel()))
-            for _ in range(steps // block):
-                if self._compiles(warming_up):
-                    self._take_block(block)
-                else:
-                    for _ in range(block):
-                        self._take_step(warming_up)
+        # Blocks of one length, that divides what is asked for: each length is compiled by itself.
+        block = math.gcd(steps, block_length(self.position.numel()))
+        while steps > 0:
+            if self._compiles(warming_up):
+                self._take_block(block)
+                steps -= block
+            else:
+                with _quiet():
+                    self._take_step(warming_up)
+                steps -= 1
 
     def _take_step(
         self, warming_up: bool, noise: Tensor | None = None, minibatch: Minibatch | None = None
@@ -158,38 +159,38 @@ class Chains:
     def _take_block(self, steps: int) -> None:
         """Take steps by compiled code; if something is not finite, again one by one to find what."""
         assert self._fused is not None and isinstance(self.source, PlateRows)
-        schedule = range(self.step, self.step + steps)
-        step_sizes = tuple(map(self.kernel.step_size_at, schedule))
-        temperatures = tuple(map(self.kernel.temperature_at, schedule))
-        noise = (
-            self._noise_ahead.take(steps)[""]
-            if any(temperatures)
-            else self._noiseless.expand(steps, *self._noiseless.shape).contiguous()
-        )
+        step_sizes, temperatures = self.kernel.schedule(self.step, steps)
+        if any(temperatures):
+            noise = self._noise_ahead.take(steps)[""]
+        else:
+            noise = self._noiseless.expand(steps, *self._noiseless.shape).contiguous()
         rows = self._rows_ahead.take(steps)
         mass = () if self.inverse_mass is None else (self.inverse_mass,)
         numbers = self._numbers(step_sizes, temperatures)
-        state, energy, gradient = self._fused((*self.state, *mass), self.gradient, noise, rows, *numbers)
-        if not (energy.sum() + gradient.sum() + state[0].sum()).isfinite():
-            for i in range(steps):
-                minibatch = Minibatch({name: row[i] for name, row in rows.items()})
-                self._take_step(False, noise[i], minibatch)
-            return
-        self.state = state[: len(self.state)]
-        self.energy, self.gradient = energy, gradient
-        self.step_size, self.temperature = step_sizes[-1], temperatures[-1]
-        self.step += steps
+        state, energy, gradient, total = self._fused(
+            (*self.state, *mass), self.gradient, noise, rows, *numbers
+        )
+        if math.isfinite(total):
+            self.state = state[: len(self.state)]
+            self.energy, self.gradient = energy, gradient
+            self.step_size, self.temperature = step_sizes[-1], temperatures[-1]
+            self.step += steps
+        else:
+            with _quiet():
+                for i in range(steps):
+                    minibatch = Minibatch({name: row[i] for name, row in rows.items()})
+                    self._take_step(False, noise[i], minibatch)
 
     def _draw_noise(self, steps: int) -> Tensor:
         like = self._noiseless
         return torch.randn(steps, *like.shape, dtype=like.dtype, device=like.device)
 
-    def _numbers(self, step_sizes: tuple[float, ...], temperatures: tuple[float, ...]) -> Tensor:
+    def _numbers(self, step_sizes: tuple[float, ...], temperatures: tuple[float, ...]) -> list[Tensor]:
         """Step sizes and temperatures of a block as a tensor, kept for as long as they stay the same."""
         if self._last_numbers is None or self._last_numbers[0] != (step_sizes, temperatures):
             like = self._noiseless
             numbers = torch.tensor([step_sizes, temperatures], dtype=like.dtype, device=like.device)
-            self._last_numbers = ((step_sizes, temperatures), numbers)
+            self._last_numbers = ((step_sizes, temperatures), list(numbers))
         return self._last_numbers[1]
 
     @property
@@ -204,7 +205,7 @@ class Chains:
         return torch.randn(shape, dtype=self._noiseless.dtype, device=self._noiseless.device)
 
     def report(self) -> dict[str, str]:
-        """What a progress bar shows: step size, temperature, energy and kinetic temperature, chains averaged."""
+        """What a progress bar shows: step size, temperature, and energy and kinetic temperature on average."""
         shown = {
             "step size": f"{self.step_size:.2e}",
             "temp.": f"{self.temperature:.2g}",
@@ -266,7 +267,7 @@ class Chains:
             self.diverged[chain] = divergence
 
     def _log_joint_terms(self, position: Tensor, minibatch: Minibatch) -> dict[str, Tensor]:
-        potential = of_args(self.potential, minibatch.args)
+        potential = potential_on(self.potential, minibatch)
         values = potential.constrain(potential.unflatten(position))
         return potential.program.log_joint_terms(values, minibatch.indices)
 

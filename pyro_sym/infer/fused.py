@@ -84,7 +84,7 @@ class FusedSteps:
         indices: Mapping[str, Tensor],
         step_sizes: Tensor,
         temperatures: Tensor,
-    ) -> tuple[State, Tensor, Tensor]:
+    ) -> tuple[State, Tensor, Tensor, float]:
         """Take as many steps as there is noise for.
 
         Args:
@@ -96,19 +96,21 @@ class FusedSteps:
             temperatures: of shape ``(k,)``.
 
         Returns:
-            The state after the steps, and the energies, of shape ``(C,)``, and gradients, of shape
-            ``(C, d)``, at the position after the last of them.
+            The state after the steps; the energies, of shape ``(C,)``, and gradients, of shape ``(C, d)``, at
+            the position after the last of them; and the sum of positions, energies and gradients, which is
+            finite if they are.
         """
         if self.gradient.mode != "compile":
-            return self.one_by_one(state, gradient, noise, indices, step_sizes, temperatures)
+            after, energy, slope = self.one_by_one(state, gradient, noise, indices, step_sizes, temperatures)
+            return after, energy, slope, float(_total(after[0], energy, slope))
         inputs = [*state, gradient, noise, step_sizes, temperatures, *indices.values()]
-        key = tuple([tensor.shape for tensor in inputs])
+        key = (*indices, *[tensor.shape for tensor in inputs])
         run = self._prepared.get(key)
         if run is None:
             self._prepare(key, state, gradient, noise, indices, step_sizes, temperatures)
             return self(state, gradient, noise, indices, step_sizes, temperatures)
-        *after, energy, slope = run(*inputs)
-        return tuple(after), energy, slope
+        *after, energy, slope, total = run(*inputs)
+        return tuple(after), energy, slope, float(total)
 
     def one_by_one(
         self,
@@ -172,7 +174,7 @@ class FusedSteps:
                 step_sizes,
                 temperatures,
             )
-            return (*after, energy, slope)
+            return (*after, energy, slope, _total(after[0], energy, slope))
 
         inputs = [*state, gradient, noise, step_sizes, temperatures, *indices.values()]
         try:
@@ -180,10 +182,14 @@ class FusedSteps:
                 expected = block(*inputs)
                 run = compiled(simplify(trace(block, inputs), inputs), inputs)
             for result, wanted in zip(run(*inputs), expected, strict=True):
-                error_seen = _relative_error(result, wanted)
-                if not error_seen <= _tolerance(wanted):
-                    raise CompilationError(f"its result is off by {error_seen:.1g}, relative")
+                deviation = _relative_error(result, wanted)
+                if not deviation <= _tolerance(wanted):
+                    raise CompilationError(f"its result is off by {deviation:.1g}, relative")
         except (CompilationError, UntraceableError) as error:
             self.gradient._do_not_compile(error)
             return
         self._prepared[key] = run
+
+
+def _total(position: Tensor, energy: Tensor, gradient: Tensor) -> Tensor:
+    return position.sum() + energy.sum() + gradient.sum()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -31,7 +31,7 @@ from pyro_sym.infer.graph import (
 from pyro_sym.infer.minibatch import Minibatch, draw_indices
 from pyro_sym.infer.potential import Potential
 
-__all__ = ["Gradient", "Jit", "of_args"]
+__all__ = ["Gradient", "Jit", "potential_on"]
 
 Jit = Literal["auto", "eager", "trace", "compile"]
 
@@ -107,7 +107,7 @@ class Gradient:
             return self.eager(position, minibatch)
         if minibatch.args is None:
             tensors = list(minibatch.indices.values())
-            key: Any = (position.shape, *[i.shape for i in tensors])
+            key: Any = (position.shape, *minibatch.indices, *[i.shape for i in tensors])
         else:
             inputs = _Inputs.of(minibatch)
             tensors, key = inputs.tensors, (position.shape, position.dtype, *inputs.signature())
@@ -120,7 +120,7 @@ class Gradient:
 
     def eager(self, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
         """The same by running the model once a chain: the reference that the graph is held to."""
-        potential = of_args(self.potential, minibatch.args)
+        potential = potential_on(self.potential, minibatch)
         with _unvalidated():
             results = [
                 potential.value_and_grad(row, {name: i if i.dim() == 1 else i[chain] for name, i in rows})
@@ -148,7 +148,7 @@ class Gradient:
 
         def one_chain(row: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
             indices, args = inputs.rebuild(tensors)
-            return of_args(self.potential, args).value_and_grad(row, indices)
+            return potential_on(self.potential, Minibatch(indices, args)).value_and_grad(row, indices)
 
         per_chain = [n < inputs.num_indices and t.dim() == 2 for n, t in enumerate(inputs.tensors)]
         rows = [t[0] if own else t for t, own in zip(inputs.tensors, per_chain, strict=True)]
@@ -211,13 +211,16 @@ class Gradient:
         warnings.warn(message, stacklevel=5)
 
 
+_TENSOR = object()
+
+
 @dataclass(frozen=True)
 class _Inputs:
     """The tensors of a minibatch, and how to make a minibatch of such tensors again."""
 
     names: tuple[str, ...]
     tensors: list[Tensor]  # indices by plate, then the tensors within args
-    rest: tuple[Any, ...]  # what else args hold; None in the place of a tensor
+    rest: tuple[Any, ...]  # what else args hold; _TENSOR in the place of one
     spec: TreeSpec | None
 
     @classmethod
@@ -226,7 +229,7 @@ class _Inputs:
         if minibatch.args is None:
             return cls(names, indices, (), None)
         leaves, spec = tree_flatten(minibatch.args)
-        rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        rest = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         return cls(names, indices + [leaf for leaf in leaves if isinstance(leaf, Tensor)], rest, spec)
 
     @property
@@ -235,7 +238,7 @@ class _Inputs:
 
     def signature(self) -> tuple[Any, ...]:
         """What a graph depends on besides the tensors' values."""
-        return (*[(t.shape, t.dtype) for t in self.tensors], self.rest, self.spec)
+        return (self.names, *[(t.shape, t.dtype) for t in self.tensors], self.rest, self.spec)
 
     def rebuild(self, tensors: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], tuple[Any, ...] | None]:
         """Indices by plate and positional arguments with other tensors in place of these."""
@@ -244,7 +247,7 @@ class _Inputs:
         if self.spec is None:
             return indices, None
         given = iter(tensors[count:])
-        leaves = [next(given) if leaf is None else leaf for leaf in self.rest]
+        leaves = [next(given) if leaf is _TENSOR else leaf for leaf in self.rest]
         return indices, tree_unflatten(leaves, self.spec)
 
 
@@ -257,7 +260,7 @@ class _Reference:
         gradient.eager(position[:1], _chain(minibatch, 0))  # what raises here is the model's own
         self.seconds = time.perf_counter() - start
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             for spread in (0.0, 1.0, -1.0, 5.0):
                 other = _redraw(minibatch, gradient.potential)
                 there = spread * torch.randn_like(position) + (spread >= 0) * position
@@ -280,11 +283,11 @@ class _Reference:
                     f"its graph fails elsewhere than where it was traced: {error}"
                 ) from error
             for what, wanted, result in zip(("energy", "gradient"), expected, results, strict=True):
-                error = _relative_error(result[chain], wanted)
-                if not error <= _tolerance(wanted):
+                deviation = _relative_error(result[chain], wanted)
+                if not deviation <= _tolerance(wanted):
                     raise UntraceableError(
                         f"its graph is right only where it was traced (elsewhere the {what} is off by "
-                        f"{error:.1g}, relative): the model branches on values or indices, or isn't "
+                        f"{deviation:.1g}, relative): the model branches on values or indices, or isn't "
                         "deterministic"
                     )
 
@@ -319,15 +322,15 @@ def _redraw(minibatch: Minibatch, potential: Potential) -> Minibatch:
     return Minibatch(minibatch.indices, tree_unflatten(leaves, spec))
 
 
-def of_args(potential: Potential, args: tuple[Any, ...] | None) -> Potential:
-    """The potential of the same model with other positional arguments."""
-    if args is None:
+def potential_on(potential: Potential, minibatch: Minibatch) -> Potential:
+    """The potential with a minibatch's positional arguments."""
+    if minibatch.args is None:
         return potential
     other = copy.copy(potential)
     other.program = copy.copy(potential.program)
-    other.program.args = args
+    other.program.args = minibatch.args
     runnable = other.program._runnable
-    other.program._runnable = lambda *a, **k: _AllRows()(runnable)(*a, **k)
+    other.program._runnable = lambda *a, **k: _AllRows(minibatch.indices)(runnable)(*a, **k)
     return other
 
 
@@ -346,8 +349,14 @@ def _unvalidated() -> Iterator[None]:
 class _AllRows(Messenger):
     """Lets subsampled plates see the rows of a batch in order, where nobody gave them indices."""
 
+    def __init__(self, given: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.given = given
+
     def _pyro_sample(self, msg: Any) -> None:
         fn = msg["fn"]
+        if msg["name"] in self.given:
+            return
         if isinstance(fn, _Subsample) and fn.subsample_size is not None and fn.subsample_size < fn.size:
             msg["value"] = torch.arange(fn.subsample_size)
             msg["done"] = True

@@ -342,6 +342,16 @@ class StochasticGradientKernel(MCMCKernel):
             return _check_temperature(self.temperature(step), step)
         return self.temperature
 
+    def schedule(self, start: int, steps: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Step sizes and temperatures of successive steps, checked."""
+        several = range(start, start + steps)
+        return (
+            tuple(map(self.step_size_at, several)) if callable(self.step_size) else (self.step_size,) * steps,
+            tuple(map(self.temperature_at, several))
+            if callable(self.temperature)
+            else (self.temperature,) * steps,
+        )
+
     def end_warmup(self) -> None:
         """End the warm-up: statistics are kept from the next draw on."""
         self._running().warmup_draws_left = 0

@@ -174,6 +174,30 @@ def test_batches_of_a_loader_are_inputs() -> None:
     assert len(gradient._prepared) == 2, "a graph for whole batches and one for the last"
 
 
+def test_arguments_beside_a_batch() -> None:
+    """None stays None, and a plate's own indices stay in force; their order in the minibatch is no matter."""
+
+    def model(x: Tensor, offset: Tensor | None, y: Tensor) -> None:
+        loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+        shift = torch.zeros(()) if offset is None else offset
+        with pyro.plate("a", ROWS, subsample_size=3) as a:
+            pyro.sample("y", dist.Normal(loc + shift, 1.0), obs=x[a] * y[a])
+        with pyro.plate("b", ROWS, subsample_size=3) as b:
+            pyro.sample("z", dist.Normal(2 * loc, 1.0), obs=x[b])
+
+    first, second = torch.tensor([[7, 1, 5]]), torch.tensor([[0, 8, 2]])
+    args = (DATA[:, 0], None, LABELS)
+    potential = Potential(model, args)
+    expected, _ = potential.value_and_grad(torch.ones(1), {"a": first[0], "b": second[0]})
+    gradient = Gradient(potential, jit="trace")
+    for given in (args, None):
+        for minibatch in (
+            Minibatch({"a": first, "b": second}, given),
+            Minibatch({"b": second, "a": first}, given),
+        ):
+            torch.testing.assert_close(gradient(torch.ones(1, 1), minibatch)[0][0], expected)
+
+
 def test_float32_is_kept() -> None:
     def model() -> None:
         x = pyro.sample("x", dist.Normal(torch.zeros(3, dtype=torch.float32), 1.0).to_event(1))

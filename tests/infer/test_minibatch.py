@@ -12,7 +12,7 @@ from scipy import stats
 from torch import Tensor
 
 from pyro_sym.infer.gradient import Gradient
-from pyro_sym.infer.minibatch import Minibatch, PlateRows, draw_indices, draw_rows
+from pyro_sym.infer.minibatch import Minibatch, draw_indices, draw_rows
 from pyro_sym.infer.potential import Potential
 from pyro_sym.program import SubsampledPlate
 from tests.conftest import FAILURE_RATE, Z_LIMIT

@@ -363,7 +363,9 @@ def test_other_kernels_and_unfit_starts_are_refused() -> None:
     kernel = BAOA(full_model, step_size=0.1)
     with pytest.raises(ValueError, match=r"initial values are given for \['a'\]"):
         run(kernel, num_samples=1, initial_values={"a": torch.ones(1)})
-    with pytest.raises(ValueError, match=r"'a' have shape \(2,\); unconstrained values of 3 chains have shape \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"'a' have shape \(2,\); unconstrained values of 3 chains have shape \(3,\)"
+    ):
         run(kernel, num_samples=1, num_chains=3, initial_params={**STARTS, "a": STARTS["a"][:2]})
     with pytest.raises(RuntimeError, match="call run"):
         VectorizedMCMC(kernel, 5).get_samples()
