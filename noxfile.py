@@ -51,6 +51,13 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", *session.posargs)
 
 
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Time a step of SVI, symmetrised against plain; ``-- --json FILE`` keeps the figures."""
+    install(session, extras="[quickstart]")
+    session.run("python", "benchmarks/svi_step.py", *session.posargs)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, docstrings and format with ruff; with ``-- --fix``, mend what can be mended."""

@@ -66,6 +66,7 @@ class Capture(Messenger):
         # An effect-based autoguide runs the model, whose observed sites are no business of the guide's trace.
         self.runs_model = isinstance(guide, GuideMessenger)
         self.sites: dict[str, Captured] = {}
+        self.auxiliary: dict[str, Any] = {}  # site -> its distribution, as the guide stated it
         self.log_probs: list[Tensor] = []
         self.indices: dict[str, Tensor] = {}
         self.outer: dict[int, int] = {}  # dim of a plate outside of the guide -> its size
@@ -98,7 +99,9 @@ class Capture(Messenger):
         msg["infer"] = infer
         if not local:
             self.log_probs.append(msg["fn"].log_prob(msg["value"]))
-        if not infer.get("is_auxiliary"):
+        if infer.get("is_auxiliary"):
+            self.auxiliary[msg["name"]] = fn
+        else:
             self.sites[msg["name"]] = Captured(msg["value"], fn, frames, local)
         inside = {f.name for f in frames}
         self.outer.update(
@@ -114,6 +117,9 @@ class Capture(Messenger):
         Returns:
             The draws, with their density.
         """
+        if not self.outer:  # one draw, as in most steps of most programs: the same with less ado
+            own = torch.stack([log_prob.sum() for log_prob in self.log_probs]).sum(0, keepdim=True)
+            return Draws({name: s.value.unsqueeze(0) for name, s in self.sites.items()}, own, self.indices)
         count = math.prod(self.outer.values())
         values = {}
         for name, site in self.sites.items():

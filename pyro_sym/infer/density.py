@@ -93,6 +93,12 @@ def _rightmost(tensor: Tensor, batch: int) -> Tensor:
     return tensor.flatten(batch).sum(-1) if tensor.dim() > batch else tensor
 
 
+def _concatenated(flats: list[Tensor]) -> Tensor:
+    """Coordinates of all sites side by side; sites that no element moves are broadcast."""
+    batch = torch.broadcast_shapes(*[flat.shape[:-1] for flat in flats])
+    return torch.cat([flat.expand(*batch, -1) for flat in flats], -1)
+
+
 @log_density.register
 def _(guide: AutoContinuous, call: GuideCall) -> Callable[[Values], Tensor]:
     posterior = guide.get_posterior(*call.args, **call.kwargs)
@@ -100,7 +106,7 @@ def _(guide: AutoContinuous, call: GuideCall) -> Callable[[Values], Tensor]:
 
     def log_prob(values: Values) -> Tensor:
         pairs = [_unconstrained(site, values[name], call.dims[name]) for name, site in sites]
-        latent = torch.cat([flat for flat, _ in pairs], -1)
+        latent = _concatenated([flat for flat, _ in pairs])
         return posterior.log_prob(latent) - sum(log_det for _, log_det in pairs)
 
     return log_prob
@@ -171,7 +177,7 @@ def _(guide: AutoGaussianDense, call: GuideCall) -> Callable[[Values], Tensor]:
             scale = attrgetter(name)(guide.scales).flatten()
             parts.append((flat - attrgetter(name)(guide.locs).flatten()) / scale)
             total = total - log_det - scale.log().sum()
-        return posterior.log_prob(torch.cat(parts, -1)) + total
+        return posterior.log_prob(_concatenated(parts)) + total
 
     return log_prob
 
@@ -243,9 +249,16 @@ class _Conditioned:
         self.vectorised = True
 
     def __call__(self, values: Values) -> Tensor:
-        name, native_dim = next(iter(self.call.dims.items()))
-        batch = values[name].shape[: values[name].dim() - native_dim]
-        flat = {name: value.flatten(0, len(batch) - 1) for name, value in values.items()}
+        lead = {
+            name: value.dim() - self.call.dims[name]
+            for name, value in values.items()
+            if name in self.call.dims
+        }
+        batch = torch.broadcast_shapes(*[values[name].shape[:n] for name, n in lead.items()])
+        flat = {
+            name: values[name].expand(*batch, *values[name].shape[n:]).flatten(0, len(batch) - 1)
+            for name, n in lead.items()
+        }
         if self.vectorised:
             try:
                 with pyro.validation_enabled(False):

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
-from torch.distributions import biject_to
+from torch.distributions import Independent, biject_to
 from torch.distributions.transforms import IndependentTransform, Transform, identity_transform
 
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
 from pyro_sym.symmetry.product import Product
 
-__all__ = ["PairLogProbs", "pair_log_probs"]
+__all__ = [
+    "Normals",
+    "PairLogProbs",
+    "coordinatewise",
+    "normals_of",
+    "pair_log_probs",
+    "separable_sites",
+]
 
 PairLogProbs = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]
+Normals = Mapping[str, tuple[Tensor, Tensor]]
+"""Location and scale of an ``AutoNormal``'s sites on the unconstrained line."""
 
 # Above this many entries the squared distances are expanded into matrix products.
 MAX_DIFFERENCES = 2**22
@@ -64,7 +73,7 @@ def pair_log_probs(guide: Callable[..., Any], symmetry: Symmetry) -> PairLogProb
     transforms: dict[str, Transform] = {}
     for name in units.axes:
         site: Any = guide.prototype_trace.nodes[name]
-        transform = _coordinatewise(biject_to(site["fn"].support))
+        transform = coordinatewise(biject_to(site["fn"].support))
         if transform is None or (units.signed and transform is not identity_transform):
             return None
         transforms[name] = transform
@@ -90,6 +99,34 @@ def pair_log_probs(guide: Callable[..., Any], symmetry: Symmetry) -> PairLogProb
     return pairs
 
 
+def separable_sites(guide: Callable[..., Any], symmetry: Symmetry) -> tuple[dict[str, int], bool] | None:
+    """The sites of a mean-field guide whose density is, on its own, a product over units.
+
+    Unlike for :func:`pair_log_probs`, other sites may be moved along with them.
+
+    Args:
+        guide: a Pyro guide that has been run once.
+        symmetry: the group.
+
+    Returns:
+        The axis along which the units lie by site, and whether a sign rides on each of them; ``None`` if the
+        guide is no ``AutoNormal``, the group not one permutation with or without signs, or there is no site.
+    """
+    members = symmetry.members if isinstance(symmetry, Product) else [symmetry]
+    permutations = [m for m in members if isinstance(m, Permutation)]
+    signs = [m for m in members if isinstance(m, SignFlip)]
+    alone = len(permutations) == 1 and len(signs) <= 1 and len(permutations) + len(signs) == len(members)
+    if not (alone and isinstance(guide, AutoNormal)):
+        return None
+    axes = {}
+    for name, several in permutations[0].axes.items():
+        transform = coordinatewise(biject_to(guide.prototype_trace.nodes[name]["fn"].support))
+        flips = not signs or (signs[0].axes.get(name) == several and transform is identity_transform)
+        if len(several) == 1 and transform is not None and flips:
+            axes[name] = several[0]
+    return (axes, bool(signs)) if axes else None
+
+
 def _units(symmetry: Symmetry) -> _Units | None:
     members = symmetry.members if isinstance(symmetry, Product) else [symmetry]
     permutations = [m for m in members if isinstance(m, Permutation)]
@@ -104,11 +141,22 @@ def _units(symmetry: Symmetry) -> _Units | None:
     return _Units({site: several[0] for site, several in permutation.axes.items()}, bool(signs))
 
 
-def _coordinatewise(transform: Transform) -> Transform | None:
+def coordinatewise(transform: Transform) -> Transform | None:
     """The transform of one coordinate, or None if coordinates are mixed."""
     while isinstance(transform, IndependentTransform):
         transform = transform.base_transform
     return transform if transform.domain.event_dim == transform.codomain.event_dim == 0 else None
+
+
+def normals_of(auxiliary: Mapping[str, Any], names: Iterable[str]) -> Normals:
+    """The normals that a run of an ``AutoNormal`` drew from, by site."""
+    found = {}
+    for name in names:
+        fn = auxiliary[f"{name}_unconstrained"]
+        while isinstance(fn, Independent):
+            fn = fn.base_dist
+        found[name] = (fn.loc, fn.scale)
+    return found
 
 
 def _rows(tensor: Tensor, axis: int, batch: int = 0) -> Tensor:

@@ -6,19 +6,37 @@ pairs every slot with every unit (:mod:`pyro_sym.infer.units`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from itertools import combinations
+from itertools import combinations, permutations
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from pyro_sym.orbit.bounds import bethe_lower, bethe_upper, capacity_lower, capacity_upper, fractional_upper
+
 __all__ = ["MAX_SIZE", "log_permanent"]
 
 MAX_SIZE = 14
+FEW = 5  # up to here it is faster to list the permutations
+# The programme of so many steps is done at once; a batch that takes more is done in parts.
+CHUNK_STEPS = 2**23
+
+Method = Literal[
+    "exact", "bethe_lower", "capacity_lower", "bethe_upper", "capacity_upper", "fractional_upper"
+]
+BOUNDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bethe_lower": bethe_lower,
+    "capacity_lower": capacity_lower,
+    "bethe_upper": bethe_upper,
+    "capacity_upper": capacity_upper,
+    "fractional_upper": fractional_upper,
+}
 
 
-def log_permanent(log_matrix: Tensor, *, max_size: int = MAX_SIZE) -> Tensor:
-    r"""The logarithm of a permanent, exactly.
+def log_permanent(log_matrix: Tensor, *, max_size: int = MAX_SIZE, method: Method = "exact") -> Tensor:
+    r"""The logarithm of a permanent: exactly, or a bound of it at any size.
 
     With :math:`A = e^L`, a dynamic programme over subsets :math:`S` of columns,
 
@@ -27,18 +45,24 @@ def log_permanent(log_matrix: Tensor, *, max_size: int = MAX_SIZE) -> Tensor:
         \operatorname{perm}(A) = \sum_\pi \prod_i A_{i \pi(i)} = P(\{1, \dots, n\}), \qquad
         P(\emptyset) = 1, \quad P(S) = \sum_{j \in S} A_{|S| j}\, P(S \setminus j),
 
-    takes :math:`n 2^{n-1}` steps, and as all of them add positive numbers, it loses no digits. Its derivative
-    in :math:`L_{ij}` is the probability that slot :math:`i` holds unit :math:`j`.
+    takes :math:`n 2^{n-1}` steps; up to five units, the permutations are listed. As all steps add positive
+    numbers, no digits are lost. The derivative in :math:`L_{ij}` is the probability that slot :math:`i` holds
+    unit :math:`j`. Large batches are done in
+    parts, which the backward pass recomputes: memory stays at some hundred MiB. The other methods take
+    :math:`n^2` steps a sweep (:mod:`pyro_sym.orbit.bounds`).
 
     Args:
         log_matrix: :math:`L`, of shape ``(*batch, n, n)``; entries of minus infinity are zeros of :math:`A`.
-        max_size: the largest :math:`n` taken; time and memory double with each further unit.
+        max_size: the largest :math:`n` taken by ``"exact"``; time and memory double with each further unit.
+        method: ``"exact"``, the value itself; ``"bethe_lower"`` or ``"capacity_lower"``, which are at most
+            that; ``"bethe_upper"``, ``"capacity_upper"`` or ``"fractional_upper"``, which are at least that.
 
     Returns:
         The logarithm, of shape ``batch``; minus infinity if no permutation has weight.
 
     Raises:
-        ValueError: if the matrices are not square or larger than ``max_size``.
+        ValueError: if the matrices are not square, or larger than ``max_size`` with ``"exact"``, or the
+            method is unknown.
 
     Example:
         >>> log_permanent(torch.tensor([[1.0, 2.0], [3.0, 4.0]]).log()).exp()
@@ -47,20 +71,55 @@ def log_permanent(log_matrix: Tensor, *, max_size: int = MAX_SIZE) -> Tensor:
     n = log_matrix.shape[-1]
     if log_matrix.dim() < 2 or log_matrix.shape[-2] != n:
         raise ValueError(f"log_matrix has shape {tuple(log_matrix.shape)}; a permanent is of square matrices")
+    if method in BOUNDS:
+        return BOUNDS[method](log_matrix)
+    if method != "exact":
+        raise ValueError(f"method={method!r} is none of {get_args(Method)}")
     if n > max_size:
         raise ValueError(
             f"the exact permanent of {n} units takes {n} * 2**{n - 1} steps; pass max_size={n}, or use the "
-            "importance estimator"
+            "importance estimator, or a method that bounds it"
         )
+    parts = log_matrix.reshape(-1, n, n).split(max(1, CHUNK_STEPS // (n * 2**n)))
+    if len(parts) == 1:
+        return _by_subsets(log_matrix)
+    values = [_recomputed(part) if part.requires_grad else _by_subsets(part) for part in parts]
+    return torch.cat(values).reshape(log_matrix.shape[:-2])
+
+
+def _recomputed(log_matrix: Tensor) -> Tensor:
+    """The dynamic programme, its layers recomputed in the backward pass rather than kept."""
+    from torch.utils.checkpoint import checkpoint  # with old torch its import adds a warnings filter
+
+    return checkpoint(_by_subsets, log_matrix, use_reentrant=False, preserve_rng_state=False)
+
+
+def _by_subsets(log_matrix: Tensor) -> Tensor:
+    """The dynamic programme, or the list of all permutations where they are few."""
+    n = log_matrix.shape[-1]
     # A finite stand-in for log 0, so that no gradient is infinity minus infinity.
     floor = torch.finfo(log_matrix.dtype).min / (4 * n + 4)
     safe = log_matrix.clamp(min=floor)
-    layer = log_matrix.new_zeros(*log_matrix.shape[:-2], 1)
-    for row, (columns, without) in enumerate(_layers(n)):
-        terms = safe[..., row, :][..., columns.to(safe.device)] + layer[..., without.to(safe.device)]
-        layer = terms.logsumexp(-1)
-    result = layer.squeeze(-1)
+    if n <= FEW:
+        result = safe.flatten(-2)[..., _permutations(n).to(safe.device)].sum(-1).logsumexp(-1)
+    else:
+        layer = log_matrix.new_zeros(*log_matrix.shape[:-2], 1)
+        for row, (columns, without) in zip(safe.unbind(-2), _layers(n), strict=True):
+            terms = _take(row, columns.to(safe.device)) + _take(layer, without.to(safe.device))
+            layer = terms.logsumexp(-1)
+        result = layer.squeeze(-1)
     return torch.where(result > floor / 2, result, -torch.inf)
+
+
+def _take(tensor: Tensor, at: Tensor) -> Tensor:
+    """``tensor[..., at]``, whose gradient is faster this way."""
+    return tensor.index_select(-1, at.flatten()).unflatten(-1, at.shape)
+
+
+@cache
+def _permutations(n: int) -> Tensor:
+    """The entries of a flattened matrix that each permutation picks, of shape (n!, n)."""
+    return torch.tensor([[n * i + j for i, j in enumerate(p)] for p in permutations(range(n))])
 
 
 @cache

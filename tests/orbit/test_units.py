@@ -1,10 +1,9 @@
-"""Permanents, the guided bound on them, and guides whose density is one."""
+"""The guided bound on permanents, and guides whose density is one."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from fractions import Fraction
 from typing import Any
 
 import pyro
@@ -16,22 +15,23 @@ from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from pyro.optim import Adam
 from torch import Tensor
 
-from pyro_sym import AutoSymmetrized, Permutation, Product, SignFlip, Symmetry, SymmetryError
+from pyro_sym import AutoSymmetrized, Permutation, Product, SignFlip, Symmetry
 from pyro_sym.infer import units
+from pyro_sym.infer.average import OneBlock
 from pyro_sym.infer.units import pair_log_probs
 from pyro_sym.orbit import sequential
 from pyro_sym.orbit.exact import enumerated
 from pyro_sym.orbit.permanent import log_permanent
-from pyro_sym.orbit.sequential import importance, importance_unbiased, sinkhorn
+from pyro_sym.orbit.sequential import (
+    importance,
+    importance_bracket,
+    importance_unbiased,
+    propose,
+    sinkhorn,
+)
 from tests.conftest import Z_LIMIT
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def brute_force(log_matrix: Tensor) -> Tensor:
-    n = log_matrix.shape[-1]
-    rows = [log_matrix[..., range(n), list(p)].sum(-1) for p in itertools.permutations(range(n))]
-    return torch.stack(rows).logsumexp(0)
 
 
 def gaussian_pairs(n: int, separation: float, draws: int) -> Tensor:
@@ -43,56 +43,6 @@ def gaussian_pairs(n: int, separation: float, draws: int) -> Tensor:
 
 def gain(pairs: Tensor, log_average: Tensor) -> Tensor:
     return pairs.diagonal(dim1=-2, dim2=-1).sum(-1) - log_average
-
-
-@pytest.mark.parametrize("n", range(1, 9))
-def test_the_dynamic_programme_equals_enumeration(n: int) -> None:
-    matrices = 4 * torch.randn(3, n, n)
-    assert torch.allclose(log_permanent(matrices), brute_force(matrices), rtol=1e-12, atol=1e-12)
-
-
-def test_wide_ranges_against_exact_rational_arithmetic() -> None:
-    """Entries of lognormal spread 30, as fractions: the same recursion without any rounding."""
-    n = 12
-    log_matrix = 30 * torch.randn(n, n)
-    exact = [[Fraction(x) for x in row] for row in log_matrix.exp().tolist()]
-    layer = {0: Fraction(1)}
-    for row in range(n):
-        following: dict[int, Fraction] = {}
-        for subset, value in layer.items():
-            for j in range(n):
-                if not subset >> j & 1:
-                    key = subset | 1 << j
-                    following[key] = following.get(key, Fraction(0)) + exact[row][j] * value
-        layer = following
-    (total,) = layer.values()
-    expected = math.log(total.numerator) - math.log(total.denominator)
-    assert float(log_permanent(log_matrix.exp().log())) == pytest.approx(expected, rel=1e-12)
-
-
-def test_extreme_and_empty_entries_stay_finite() -> None:
-    log_matrix = torch.tensor([[690.0, -690.0, -torch.inf], [-690.0, 690.0, 0.0], [-torch.inf, 0.0, 690.0]])
-    log_matrix.requires_grad_()
-    value = log_permanent(log_matrix)
-    (marginals,) = torch.autograd.grad(value, log_matrix)
-    assert torch.allclose(value, torch.tensor(2070.0))
-    assert torch.allclose(marginals, torch.eye(3))
-    assert log_permanent(torch.full((2, 2), -torch.inf)) == -torch.inf
-
-
-def test_the_gradient_is_the_marginals() -> None:
-    log_matrix = torch.randn(5, 5, requires_grad=True)
-    assert torch.autograd.gradcheck(log_permanent, log_matrix)
-    (marginals,) = torch.autograd.grad(log_permanent(log_matrix), log_matrix)
-    assert torch.allclose(marginals.sum(0), torch.ones(5))
-    assert torch.allclose(marginals.sum(1), torch.ones(5))
-
-
-def test_what_is_no_permanent_is_refused() -> None:
-    with pytest.raises(ValueError, match="square"):
-        log_permanent(torch.zeros(2, 3))
-    with pytest.raises(ValueError, match=r"max_size=15, or use the importance"):
-        log_permanent(torch.zeros(15, 15))
 
 
 SETTINGS = [(n, s) for n in (4, 8, 10) for s in (0.3, 0.7, 1.0, 2.0)]
@@ -131,6 +81,86 @@ def test_what_breaks_the_bound_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert breach(importance(pairs, 3)) > Z_LIMIT
 
 
+def log_probability(log_matrix: Tensor, assignment: list[int], uniform: float = sequential.UNIFORM) -> float:
+    """Of one assignment, by the definition: slot after slot, among the units left."""
+    n = len(assignment)
+    balanced = sinkhorn(log_matrix).exp()
+    order = balanced.amax(-1).argsort(descending=True).tolist()
+    left, total = list(range(n)), 0.0
+    part = balanced
+    for step, slot in enumerate(order):
+        shares = part[slot, left] / part[slot, left].sum()
+        odds = shares / (1 - shares).clamp(min=1e-9)
+        guided = odds[left.index(assignment[slot])] / odds.sum()
+        total += math.log((1 - uniform / n) * guided + uniform / n / len(left))
+        left.remove(assignment[slot])
+        if left:  # the rows and then the columns of what is left, to sums of one
+            rest = order[step + 1 :]
+            rows = part[rest][:, left].sum(-1)
+            columns = (part[rest][:, left] / rows[:, None]).sum(0)
+            part = part.clone()
+            part[:, left] /= columns
+    return total
+
+
+def test_permutations_are_drawn_as_often_as_their_log_probabilities_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All 24 of them, with so much of the uniform mixed in that it counts."""
+    monkeypatch.setattr(sequential, "UNIFORM", 0.5)
+    log_matrix = torch.randn(4, 4)
+    assignments, log_proposals = propose(log_matrix.unsqueeze(0), 100_000)
+    total = 0.0
+    for assignment in itertools.permutations(range(4)):
+        drawn = (assignments[0] == torch.tensor(assignment)).all(-1)
+        expected = log_probability(log_matrix, list(assignment), uniform=0.5)
+        assert torch.allclose(log_proposals[0, drawn], torch.tensor(expected))
+        probability = math.exp(expected)
+        error = float(drawn.double().mean()) - probability
+        assert abs(error) < Z_LIMIT * math.sqrt(probability * (1 - probability) / 100_000)
+        total += probability
+    assert total == pytest.approx(1.0)
+
+
+def test_the_identity_stands_where_it_is_asked_for() -> None:
+    """In several matrices of separate and of overlapping units, and in any place."""
+    pairs = torch.cat([gaussian_pairs(5, separation, 2).detach() for separation in (0.3, 1.0, 6.0)])
+    identity = torch.rand(6, 7) < 0.5
+    assignments, log_proposals = propose(pairs, 7, identity)
+    assert (assignments.sort(-1).values == torch.arange(5)).all()
+    assert (assignments[identity] == torch.arange(5)).all()
+    for i, k in itertools.product(range(6), range(7)):
+        expected = log_probability(pairs[i], assignments[i, k].tolist())
+        assert float(log_proposals[i, k]) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def test_proposals_follow_the_units_and_the_seed() -> None:
+    """Relabelled units are proposed with the probabilities they had; a seed gives its draws again."""
+    pairs = gaussian_pairs(6, 1.0, 1).detach()
+    relabelling = torch.randperm(6)
+    probabilities = [
+        propose(matrix, 1, torch.ones(1, 1, dtype=torch.bool))[1]
+        for matrix in (pairs[..., relabelling], pairs[:, relabelling.argsort()])
+    ]
+    assert torch.allclose(probabilities[0], probabilities[1])
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        draws.append(propose(pairs, 3)[0])
+    assert (draws[0] == draws[1]).all()
+
+
+def test_scaling_survives_entries_beyond_the_range_of_numbers() -> None:
+    for log_matrix in (1e3 * torch.randn(3, 40, 40), -1e5 * (1 - torch.eye(9)) + 1e6 * torch.rand(9, 9)):
+        assert sinkhorn(log_matrix).isfinite().all()
+        batch = log_matrix.reshape(-1, *log_matrix.shape[-2:])
+        assignments, log_proposals = propose(batch, 8)
+        assert (assignments.sort(-1).values == torch.arange(batch.shape[-1])).all()
+        assert log_proposals.isfinite().all() and (log_proposals <= 1e-12).all()
+    balanced = sinkhorn(torch.randn(8, 8), sweeps=200).exp()
+    assert torch.allclose(balanced.sum(0), torch.ones(8)) and torch.allclose(balanced.sum(1), torch.ones(8))
+
+
 @pytest.mark.parametrize(("count", "allowed"), [(8, 0.15), (64, 0.03)])
 def test_the_bound_is_tight_where_uniform_elements_saturate(count: int, allowed: float) -> None:
     with torch.no_grad():
@@ -139,6 +169,32 @@ def test_the_bound_is_tight_where_uniform_elements_saturate(count: int, allowed:
         bound = gain(pairs, importance(pairs, count)).mean()
     assert exact > 12.0 > math.log(64)
     assert exact - bound < allowed
+
+
+def test_both_halves_share_their_permutations() -> None:
+    with torch.no_grad():
+        pairs = gaussian_pairs(8, 1.0, 400)
+        truth = log_permanent(pairs) - math.lgamma(9)
+        below, above = (half - truth for half in importance_bracket(pairs, 4))
+    assert above.mean() > -Z_LIMIT * above.std() / 20
+    assert below.mean() < Z_LIMIT * below.std() / 20
+
+
+@pytest.mark.parametrize(("n", "separation", "allowed"), [(64, 1.0, 0.5), (64, 2.0, 1.0), (128, 2.0, 3.0)])
+def test_looking_ahead_brackets_many_units(n: int, separation: float, allowed: float) -> None:
+    """Without it the same number of permutations leaves 2 to 25 nats, and the control says so."""
+    with torch.no_grad():
+        pairs = gaussian_pairs(n, separation, 4)
+        below, above = importance_bracket(pairs, 32)
+    assert abs(above.mean() - below.mean()) < allowed
+
+
+def test_without_looking_ahead_the_bracket_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: scales that stay those of the whole matrix."""
+    monkeypatch.setattr(sequential, "_rescale", lambda left, scales, free: free.clone())
+    with torch.no_grad():
+        below, above = importance_bracket(gaussian_pairs(128, 2.0, 4), 32)
+    assert above.mean() - below.mean() > 10
 
 
 @pytest.mark.parametrize(("count", "allowed"), [(8, 0.25), (64, 0.05)])
@@ -185,7 +241,7 @@ def test_a_mean_field_layer_is_a_permanent(
     monkeypatch.setattr(units, "MAX_DIFFERENCES", limit)
     guide = AutoSymmetrized(AutoNormal(model, init_scale=1.0), symmetry)
     layout, draws = guide._draw(5, (), {})
-    assert guide.method == "exact" and guide._by_units
+    assert guide.method == "exact" and isinstance(guide._average, OneBlock)
     log_prob = guide._log_density(layout, draws, (), {})
     values = [
         guide._log_orbit_average(layout, draws, (), {}),
@@ -230,5 +286,3 @@ def test_what_does_not_factorise_is_not_taken_for_it() -> None:
     dense = AutoMultivariateNormal(mixture)
     dense()
     assert pair_log_probs(dense, Permutation({"locs": -1})) is None
-    with pytest.raises(SymmetryError, match="importance' needs a density that factorises"):
-        AutoSymmetrized(AutoNormal(mixture), both, estimator="importance")()
