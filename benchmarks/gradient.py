@@ -117,15 +117,6 @@ def main() -> None:
     fused = FusedSteps(Gradient(potential, "compile"), langevin)
     noise, indices = torch.randn(steps, *position.shape), draw_indices(plates, steps, chains)
 
-    def with_draws() -> None:
-        fused(
-            state,
-            torch.randn(steps, *position.shape),
-            draw_indices(plates, steps, chains),
-            step_sizes,
-            temperatures,
-        )
-
     contestants: dict[str, tuple[Callable[[], Any], int]] = {
         "by hand, torch autograd": (lambda: by_hand(position, minibatch.indices["data"]), 1),
         **{
@@ -133,10 +124,9 @@ def main() -> None:
             for jit, gradient in gradients.items()
         },
         f"FusedSteps, blocks of {steps}": (
-            lambda: fused(state, noise, indices, step_sizes, temperatures),
+            lambda: fused(state, position, noise, indices, step_sizes, temperatures),
             steps,
         ),
-        f"FusedSteps, blocks of {steps}, with draws": (with_draws, steps),
     }
     first, repeats = {}, {}
     for name, (run, _) in contestants.items():

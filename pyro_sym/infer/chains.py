@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_sym.errors import DivergenceError
 from pyro_sym.infer.fused import FusedSteps, block_length
-from pyro_sym.infer.gradient import Gradient, potential_on
+from pyro_sym.infer.gradient import ChainGradient, potential_on
 from pyro_sym.infer.minibatch import Loader, Minibatch, PlateRows
 from pyro_sym.infer.potential import Potential
 from pyro_sym.infer.preconditioners import rescale_momentum
@@ -63,7 +63,7 @@ class Chains:
         self,
         kernel: StochasticGradientKernel,
         potential: Potential,
-        gradient: Gradient,
+        gradient: ChainGradient,
         source: PlateRows | Loader,
         position: Tensor,
         on_divergence: Literal["raise", "mask"] = "raise",
@@ -205,7 +205,7 @@ class Chains:
         return torch.randn(shape, dtype=self._noiseless.dtype, device=self._noiseless.device)
 
     def report(self) -> dict[str, str]:
-        """What a progress bar shows: step size, temperature, and energy and kinetic temperature on average."""
+        """What a progress bar shows: step size and temperature, and averages over the chains."""
         shown = {
             "step size": f"{self.step_size:.2e}",
             "temp.": f"{self.temperature:.2g}",

@@ -109,8 +109,8 @@ class FusedSteps:
         if run is None:
             self._prepare(key, state, gradient, noise, indices, step_sizes, temperatures)
             return self(state, gradient, noise, indices, step_sizes, temperatures)
-        *after, energy, slope, total = run(*inputs)
-        return tuple(after), energy, slope, float(total)
+        *parts, energy, slope, total = run(*inputs)
+        return tuple(parts), energy, slope, float(total)
 
     def one_by_one(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -31,9 +31,12 @@ from pyro_sym.infer.graph import (
 from pyro_sym.infer.minibatch import Minibatch, draw_indices
 from pyro_sym.infer.potential import Potential
 
-__all__ = ["Gradient", "Jit", "potential_on"]
+__all__ = ["ChainGradient", "Gradient", "Jit", "potential_on"]
 
 Jit = Literal["auto", "eager", "trace", "compile"]
+
+ChainGradient = Callable[[Tensor, Minibatch], tuple[Tensor, Tensor]]
+"""From positions ``(C, d)`` and a minibatch to energies ``(C,)`` and gradients ``(C, d)``."""
 
 _Mode = Literal["eager", "trace", "compile"]
 

@@ -246,12 +246,14 @@ class StochasticGradientKernel(MCMCKernel):
                     "batches; pass keyword arguments only"
                 )
             source = Loader(self.batches)
-            potential = Potential(self.model, source.first().args, kwargs, init_strategy=self.init_strategy)
+            potential = Potential(
+                self.model, source.first().args or (), kwargs, init_strategy=self.init_strategy
+            )
         self.transforms = potential.transforms
         if initial_values is not None:
             _check_sites(initial_values, potential, "initial values")
             initial_params = potential.unconstrain(initial_values)
-        # Compiled code takes blocks of steps where it can; what is left between them is too little to compile.
+        # Compiled code takes blocks of steps where it can; what is left is too little to compile.
         fuses = self.jit == "compile" and self.batches is None and self.gradient == "plain"
         plain = Gradient(potential, jit="auto" if fuses else self.jit)
         position = _starting_points(plain, potential, source, num_chains, initial_params)
@@ -473,9 +475,10 @@ class SGLD(StochasticGradientKernel):
         inverse_mass: Factor,
     ) -> State:
         """One step of :func:`~pyro_sym.infer.dynamics.sgld`."""
+        (position,) = state
         return (
             dynamics.sgld(
-                *state,
+                position,
                 gradient,
                 noise,
                 step_size=step_size,
@@ -535,8 +538,10 @@ class LeimkuhlerMatthews(SGLD):
         inverse_mass: Factor,
     ) -> State:
         """One step of :func:`~pyro_sym.infer.dynamics.averaged_langevin`."""
+        position, previous_noise = state
         return dynamics.averaged_langevin(
-            *state,
+            position,
+            previous_noise,
             gradient,
             noise,
             step_size=step_size,
@@ -549,7 +554,10 @@ class LeimkuhlerMatthews(SGLD):
 class _Underdamped(StochasticGradientKernel):
     """What kernels with momentum and friction share."""
 
-    _from_sgd: ClassVar[Callable[[float, float, int], tuple[float, float]]]
+    @staticmethod
+    @abstractmethod
+    def _from_sgd(lr: float, momentum: float, num_data: int) -> tuple[float, float]:
+        """Step size and friction."""
 
     def __init__(
         self,
@@ -652,8 +660,10 @@ class SGHMC(_Underdamped):
         inverse_mass: Factor,
     ) -> State:
         """One step of :func:`~pyro_sym.infer.dynamics.sghmc`."""
+        position, momentum = state
         return dynamics.sghmc(
-            *state,
+            position,
+            momentum,
             gradient,
             noise,
             step_size=step_size,
@@ -736,8 +746,10 @@ class BAOA(_Underdamped):
         inverse_mass: Factor,
     ) -> State:
         """One step of :func:`~pyro_sym.infer.dynamics.baoa`."""
+        position, momentum = state
         return dynamics.baoa(
-            *state,
+            position,
+            momentum,
             gradient,
             noise,
             step_size=step_size,
@@ -821,8 +833,11 @@ class SGNHT(StochasticGradientKernel):
         inverse_mass: Factor,
     ) -> State:
         """One step of :func:`~pyro_sym.infer.dynamics.sgnht`."""
+        position, momentum, thermostat = state
         return dynamics.sgnht(
-            *state,
+            position,
+            momentum,
+            thermostat,
             gradient,
             noise,
             step_size=step_size,

@@ -162,7 +162,7 @@ class Potential:
         return torch.cat([unconstrained[name].reshape(-1) for name in self.shapes])
 
     def unflatten(self, position: Tensor) -> dict[str, Tensor]:
-        """Values by site of flat positions ``(*batch, d)``; for one position the inverse of :meth:`flatten`."""
+        """Values by site of flat positions ``(*batch, d)``; the inverse of :meth:`flatten`."""
         parts = position.split(list(self.sizes.values()), dim=-1)
         sites = zip(self.shapes.items(), parts, self._dtypes, strict=True)
         batch = position.shape[:-1]

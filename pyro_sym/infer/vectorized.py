@@ -74,8 +74,8 @@ class VectorizedMCMC:
     ) -> None:
         if not isinstance(kernel, StochasticGradientKernel):
             raise TypeError(
-                f"kernel is {kernel!r}; VectorizedMCMC runs pyro_sym's stochastic-gradient kernels. Others run "
-                "in pyro.infer.MCMC"
+                f"kernel is {kernel!r}; VectorizedMCMC runs pyro_sym's stochastic-gradient kernels. Others "
+                "run in pyro.infer.MCMC"
             )
         warmup_steps = num_samples if warmup_steps is None else warmup_steps
         thinning = kernel.thinning if thinning is None else thinning

@@ -154,7 +154,7 @@ def test_an_untraceable_model_runs_eagerly() -> None:
     fused = FusedSteps(gradient, langevin)
     state = (torch.zeros(1, 4), torch.zeros(1, 4))
     with pytest.warns(UserWarning, match="runs it anew"):
-        fused(state, torch.zeros(2, 1, 4), {}, torch.full((2,), 0.1), torch.ones(2))
+        fused(state, torch.zeros(1, 4), torch.zeros(2, 1, 4), {}, torch.full((2,), 0.1), torch.ones(2))
     assert gradient.mode == "eager"
 
 

@@ -292,7 +292,7 @@ def test_a_divergence_names_chain_step_and_site_and_keeps_the_draws(monkeypatch:
 def test_masked_chains_end_and_the_others_go_on_unchanged(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = {"num_samples": 10, "num_chains": 4, "thinning": 2, "on_divergence": "mask"}
+    options: dict[str, Any] = {"num_samples": 10, "num_chains": 4, "thinning": 2, "on_divergence": "mask"}
     whole = run(BAOA(full_model, step_size=0.1), **options)
     assert whole.diverged == {}
     inject_nan(monkeypatch, at_step=7, chain=2)
