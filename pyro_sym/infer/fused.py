@@ -62,11 +62,8 @@ class FusedSteps:
         >>> def descend(state, gradient, noise, step_size, temperature):
         ...     return (state[0] - step_size * gradient,)
         >>> steps = FusedSteps(Gradient(Potential(model), jit="compile"), descend)
-        >>> noise, start = torch.zeros(2, 1, 2), torch.ones(1, 2)
-        >>> step_sizes, temperatures = torch.full((2,), 0.5), torch.ones(2)
-        >>> state, energy, _ = steps.one_by_one((start,), start, noise, {}, step_sizes, temperatures)
-        >>> state
-        (tensor([[0.2500, 0.2500]]),)
+        >>> steps.gradient.mode  # nothing is compiled before the first call
+        'compile'
     """
 
     def __init__(self, gradient: Gradient, step: Step) -> None:
