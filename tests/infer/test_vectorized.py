@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pyro
@@ -331,6 +333,35 @@ def test_an_interrupt_leaves_the_draws_so_far(monkeypatch: pytest.MonkeyPatch) -
     assert mcmc.get_samples(group_by_chain=True)["b"].shape == (2, 6, 2)
     assert mcmc.get_samples()["b"].isfinite().all()
     assert mcmc.diagnostics()["sample_stats"]["chain 1"]["lp"].shape == (6,)
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler on the path"
+)
+def test_compiled_blocks_are_the_steps_they_stand_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At T = 0 step by step, and in how they end; one package is compiled, some 15 s of CPU."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    starts = {name: value.double() for name, value in STARTS.items()}
+
+    def chains(jit: Any, step_size: float, **options: Any) -> VectorizedMCMC:
+        kernel = SGHMC(full_model, step_size=step_size, temperature=0.0, jit=jit)
+        return run(kernel, num_samples=20, num_chains=3, thinning=2, initial_params=starts, **options)
+
+    compiled, traced = (chains(jit, 0.05) for jit in ("compile", "auto"))
+    assert compiled._chains is not None and compiled._chains._compiles(False)
+    torch.testing.assert_close(compiled.get_samples(), traced.get_samples(), rtol=1e-10, atol=1e-10)
+    ours, theirs = (m.diagnostics()["sample_stats"]["chain 1"] for m in (compiled, traced))
+    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
+    messages = []
+    for jit in ("compile", "auto"):
+        with pytest.raises(DivergenceError) as caught:
+            chains(jit, 3.0)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1] and "site 'a' is not finite" in messages[0]
+    masked, expected = (chains(jit, 3.0, on_divergence="mask").diverged for jit in ("compile", "auto"))
+    assert masked == expected and len(masked) > 0
 
 
 def test_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
