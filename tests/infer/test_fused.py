@@ -25,9 +25,7 @@ needs_compiler = pytest.mark.skipif(
 ROWS = 12
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("own_packages")
 
 
 def make_model(seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
@@ -70,7 +68,9 @@ def eager_steps(potential: Potential, inputs: tuple[Any, ...]) -> tuple[Any, ...
 
 
 @needs_compiler
-def test_a_block_is_its_steps_and_a_package_serves_other_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_is_its_steps_and_a_package_serves_other_data(
+    own_packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     potential = Potential(make_model())
     gradient = Gradient(potential, jit="compile")
     fused = FusedSteps(gradient, langevin)
@@ -79,7 +79,7 @@ def test_a_block_is_its_steps_and_a_package_serves_other_data(monkeypatch: pytes
         torch.testing.assert_close(fused(*inputs)[:3], eager_steps(potential, inputs), rtol=1e-10, atol=1e-10)
     assert gradient.mode == "compile" and gradient.reason is None
 
-    packages = list(package.cache_dir().iterdir())
+    packages = list(own_packages.iterdir())
     assert [p.suffix for p in packages] == [".pt2"], "one package, and no part of one"
     monkeypatch.setattr(package, "_build", lambda *args: pytest.fail("compiled again"))
     other = Potential(make_model(seed=1))

@@ -338,11 +338,8 @@ def test_an_interrupt_leaves_the_draws_so_far(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler on the path"
 )
-def test_compiled_blocks_are_the_steps_they_stand_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_blocks_are_the_steps_they_stand_for(own_packages: Path) -> None:
     """At T = 0 step by step, and in how they end; one package is compiled, some 15 s of CPU."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     starts = {name: value.double() for name, value in STARTS.items()}
 
     def chains(jit: Any, step_size: float, **options: Any) -> VectorizedMCMC:
