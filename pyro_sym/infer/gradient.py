@@ -241,7 +241,7 @@ class _Inputs:
 
     def signature(self) -> tuple[Any, ...]:
         """What a graph depends on besides the tensors' values."""
-        return (self.names, *[(t.shape, t.dtype) for t in self.tensors], self.rest, self.spec)
+        return (self.names, *[(t.shape, t.dtype) for t in self.tensors], self.rest, str(self.spec))
 
     def rebuild(self, tensors: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], tuple[Any, ...] | None]:
         """Indices by plate and positional arguments with other tensors in place of these."""
