@@ -34,6 +34,8 @@ __all__ = ["dataset", "from_pyro", "from_pyro_svi"]
 
 Group = dict[str, Tensor]
 Dims = Mapping[str, Sequence[str | None]]
+# The dim of statistics that this package's kernels keep by latent site.
+LATENT_SITE = "latent_site"
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,8 @@ def from_pyro(
     * ``posterior_aligned``, with a symmetry: draw :math:`\theta_m` moved to :math:`g_m \cdot \theta_m`
       (:func:`~pyro_sym.align`, all chains to the same labels);
     * ``sample_stats``: ``diverging`` if the kernel reports divergences, the per-draw statistics of this
-    package's
-      kernels, and the elements :math:`g_m` as integers ``permutation`` and ``sign`` (numbered
-      ``permutation_0``, ``permutation_1``, ... if there are several);
+      package's kernels, those by site along ``latent_site``, and the elements :math:`g_m` as integers
+      ``permutation`` and ``sign`` (numbered ``permutation_0``, ``permutation_1``, ... if there are several);
     * ``observed_data``: the model's observed sites, without deterministic sites and factors.
 
     Dims are named after the plates, and event dims after ``infer={"event_dims": ["feature"]}`` of the site;
@@ -86,7 +87,8 @@ def from_pyro(
     The model is run once, at the first draw; torch's random state is left as it was.
 
     Args:
-        mcmc: a :class:`pyro.infer.MCMC` that has been run, with any kernel.
+        mcmc: a :class:`pyro.infer.MCMC` that has been run, with any kernel, or a
+            :class:`~pyro_sym.VectorizedMCMC`.
         symmetry: what to align modulo; by default nothing is aligned.
         args: positional arguments of the model; by default those of ``mcmc.run``.
         kwargs: keyword arguments of the model; by default those of ``mcmc.run``.
@@ -124,7 +126,12 @@ def from_pyro(
     if rates := [float(report["acceptance rate"]) for report in reports if "acceptance rate" in report]:
         attrs["acceptance_rate"] = rates
     trace = None if model is None else _model_trace(model, args, kwargs, draws)
-    return _convert(_Fit(draws, _mcmc_stats(reports, draws), trace, attrs), symmetry, coords, dims)
+    stats = _mcmc_stats(reports, draws)
+    by_site = [name for name in stats if name.startswith("site_")]
+    if by_site and getattr(kernel, "transforms", None):  # this package's kernels, in the order of their sites
+        coords = {LATENT_SITE: list(kernel.transforms), **(coords or {})}
+        dims = {**{name: [LATENT_SITE] for name in by_site}, **(dims or {})}
+    return _convert(_Fit(draws, stats, trace, attrs), symmetry, coords, dims)
 
 
 def from_pyro_svi(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pyro
 import pytest
@@ -30,3 +31,20 @@ def _fresh() -> Iterator[None]:
 def float64(_fresh: None) -> None:
     """Run a test in double precision; `_fresh` puts the dtype back."""
     torch.set_default_dtype(torch.float64)
+
+
+@pytest.fixture(scope="session")
+def _compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One directory for the session, so that headers are compiled once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
+@pytest.fixture
+def own_packages(_compiler_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of the test's own for compiled steps."""
+    from pyro_sym.infer import package
+
+    monkeypatch.setattr(package, "cache_dir", lambda: tmp_path)
+    return tmp_path

@@ -22,7 +22,7 @@ from pyro.infer.mcmc import RandomWalkKernel
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from torch import Tensor
 
-from pyro_sym import _arviz
+from pyro_sym import BAOA, VectorizedMCMC, _arviz
 from pyro_sym.export import dataset, from_pyro, from_pyro_svi
 from pyro_sym.infer.autoguide import AutoSymmetrized
 from pyro_sym.symmetry import Permutation, Product, SignFlip
@@ -214,11 +214,21 @@ def test_statistics_of_our_kernels() -> None:
         from_pyro(given({"x": torch.randn(2, 6)}, {"lp": torch.randn(2, 5)}))
 
 
-def test_baoa_run() -> None:
-    from pyro_sym.infer.kernels import BAOA
-
-    data = from_pyro(run(BAOA(mixture, step_size=0.01, friction=1.0), Y), symmetry=SYMMETRY)
+@pytest.mark.parametrize("chains", [None, 3])
+def test_runs_of_our_kernels(chains: int | None) -> None:
+    kernel = BAOA(mixture, step_size=0.01, friction=1.0)
+    if chains is None:
+        mcmc: Any = run(kernel, Y)
+    else:
+        mcmc = VectorizedMCMC(kernel, 20, 5, num_chains=chains, disable_progbar=True)
+        mcmc.run(Y)
+    data = from_pyro(mcmc, symmetry=SYMMETRY)
     assert {"lp", "energy", "temperature", "permutation"} <= names(data, "sample_stats")
+    by_site = dataset(data, "sample_stats")["site_kinetic_temperature"]
+    assert by_site.dims == ("chain", "draw", "latent_site")
+    assert list(by_site["latent_site"].values) == list(kernel.transforms or ())
+    assert len(by_site["chain"]) == (chains or len(by_site["chain"]))
+    assert dataset(data, "posterior_aligned").sizes["chain"] == by_site.sizes["chain"]
 
 
 def test_elements_of_products_are_numbered() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributions import biject_to
 from torch.distributions.transforms import IndependentTransform, Transform, identity_transform
 
-from pyro_sym.program import Program, SubsampledPlate, Values
+from pyro_sym.infer.minibatch import draw_indices
+from pyro_sym.program import Program, Values
 
 __all__ = ["Potential"]
 
@@ -41,6 +42,7 @@ class Potential:
         program: the model as constrained values see it.
         transforms: by site, from constrained to unconstrained values (Pyro's convention).
         shapes: the unconstrained shape of each latent site.
+        sizes: the number of unconstrained values of each latent site.
         size: the number of unconstrained values of all sites together, :math:`d`.
 
     Raises:
@@ -75,9 +77,9 @@ class Potential:
         self.transforms: dict[str, Transform] = {name: f.inv for name, f in self._bijections.items()}
         prototype = self.unconstrain({name: site.value for name, site in latents.items()})
         self.shapes = {name: value.shape for name, value in prototype.items()}
-        self._sizes = [value.numel() for value in prototype.values()]
+        self.sizes = {name: value.numel() for name, value in prototype.items()}
         self._dtypes = [value.dtype for value in prototype.values()]
-        self.size = sum(self._sizes)
+        self.size = sum(self.sizes.values())
         self._refuse_moving_supports(prototype)
 
     def _refuse_local_latents(self) -> None:
@@ -160,14 +162,15 @@ class Potential:
         return torch.cat([unconstrained[name].reshape(-1) for name in self.shapes])
 
     def unflatten(self, position: Tensor) -> dict[str, Tensor]:
-        """Views of a flat position by site; the inverse of :meth:`flatten`."""
-        parts = position.split(self._sizes)
+        """Values by site of flat positions ``(*batch, d)``; the inverse of :meth:`flatten`."""
+        parts = position.split(list(self.sizes.values()), dim=-1)
         sites = zip(self.shapes.items(), parts, self._dtypes, strict=True)
-        return {name: part.view(shape).to(dtype) for (name, shape), part, dtype in sites}
+        batch = position.shape[:-1]
+        return {name: part.reshape((*batch, *shape)).to(dtype) for (name, shape), part, dtype in sites}
 
     def draw_indices(self) -> dict[str, Tensor]:
         """Draw indices for every subsampled plate, uniformly and without replacement."""
-        return {name: _draw_subset(plate) for name, plate in self.program.plates.items()}
+        return draw_indices(self.program.plates)
 
     def initial(self, num_tries: int = 100) -> dict[str, Tensor]:
         """Draw a point by ``init_strategy`` until potential energy and gradient are finite there.
@@ -237,17 +240,3 @@ def _is_identity(bijection: Transform) -> bool:
     while isinstance(bijection, IndependentTransform):
         bijection = bijection.base_transform
     return bijection is identity_transform
-
-
-def _draw_subset(plate: SubsampledPlate) -> Tensor:
-    """Draw ``subsample_size`` of ``size`` rows without replacement."""
-    size, count, device = plate.size, plate.subsample_size, plate.device
-    if size <= 50 * count:  # measured break-even of the two
-        return torch.randperm(size, device=device)[:count]
-    # A permutation of all rows costs O(size). Draw one by one and ignore repeats instead, many at a time:
-    # never more than are still wanted, so the set is exactly what drawing without replacement gives.
-    rows = torch.randint(size, (count,), device=device).unique()
-    while len(rows) < count:
-        more = torch.randint(size, (count - len(rows),), device=device)
-        rows = torch.cat([rows, more]).unique()
-    return rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +13,10 @@ import pytest
 import torch
 from pyro.infer.autoguide.initialization import init_to_value
 from pyro.infer.mcmc.util import initialize_model
-from scipy import stats
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_sym.infer.potential import Potential, _draw_subset
-from pyro_sym.program import SubsampledPlate
-from tests.conftest import FAILURE_RATE
+from pyro_sym.infer.potential import Potential
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -183,30 +179,6 @@ def test_minibatches_are_unbiased(
     )
     torch.testing.assert_close(energies.mean(), energy, rtol=0, atol=1e-10)
     torch.testing.assert_close(gradients.mean(0), gradient, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize(("size", "count"), [(5, 2), (101, 2)])
-def test_index_sets_are_uniform(size: int, count: int) -> None:
-    """Both ways of drawing, chosen by the ratio of the sizes. Fails at a rate of 2e-5 over seeds."""
-    plate = SubsampledPlate("rows", size, count, torch.device("cpu"))
-    num_draws, sets = 20_000, math.comb(size, count)
-    counts = Counter(tuple(sorted(_draw_subset(plate).tolist())) for _ in range(num_draws))
-    assert all(len(set(rows)) == count and min(rows) >= 0 and max(rows) < size for rows in counts)
-    expected = num_draws / sets
-    seen = torch.zeros(sets)
-    seen[: len(counts)] = torch.tensor(list(counts.values()), dtype=torch.float64)
-    chi2 = float(((seen - expected) ** 2 / expected).sum())
-    assert stats.chi2.sf(chi2, sets - 1) > FAILURE_RATE
-
-
-def test_large_index_sets_have_no_repeats_and_cover_all_rows() -> None:
-    plate = SubsampledPlate(
-        "rows", 60_000, 1_000, torch.device("cpu")
-    )  # birthdays: about eight repeats a draw
-    draws = torch.stack([_draw_subset(plate) for _ in range(100)])
-    assert all(len(draw.unique()) == 1_000 for draw in draws)
-    mean_error = (draws.double().mean() - 59_999 / 2) / (60_000 / math.sqrt(12 * draws.numel()))
-    assert abs(mean_error) < stats.norm.isf(FAILURE_RATE / 2)
 
 
 def test_params_are_held_fixed() -> None:

@@ -1,0 +1,366 @@
+"""Potential energy and gradient of many chains at once, by a graph of the model."""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+import pyro
+import torch
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.subsample_messenger import _Subsample
+from torch import Tensor, fx
+from torch.distributions import Distribution
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from pyro_sym.infer.graph import (
+    Function,
+    UntraceableError,
+    changes_tensors,
+    for_vmap,
+    refuse_side_effects,
+    simplify,
+    straight_line,
+    trace,
+)
+from pyro_sym.infer.minibatch import Minibatch, draw_indices
+from pyro_sym.infer.potential import Potential
+
+__all__ = ["ChainGradient", "Gradient", "Jit", "potential_on"]
+
+Jit = Literal["auto", "eager", "trace", "compile"]
+
+ChainGradient = Callable[[Tensor, Minibatch], tuple[Tensor, Tensor]]
+"""From positions ``(C, d)`` and a minibatch to energies ``(C,)`` and gradients ``(C, d)``."""
+
+_Mode = Literal["eager", "trace", "compile"]
+
+
+class Gradient:
+    r"""Potential energy and gradient of :math:`C` chains at once, each on its own minibatch.
+
+    It is :meth:`Potential.value_and_grad <pyro_sym.infer.potential.Potential.value_and_grad>` for rows of
+    positions,
+
+    .. math::
+
+        (u_c, b_c) \mapsto \left( U(u_c; b_c), \; \nabla U(u_c; b_c) \right), \qquad c = 1, \dots, C,
+
+    without running the model each time. On the first call for positions and minibatches of given shapes, the
+    model's tensor operations are recorded (``torch.fx``), vectorised over the chains and simplified; the
+    graph is then compared with the potential itself at other positions and on other minibatches, and used
+    only if they agree. Where they don't, or the model can't be recorded, the model is run for each gradient,
+    and a warning says why.
+
+    The graph holds what the model's data, ``pyro.param`` s and buffers were on the first call: make a new
+    ``Gradient`` after changing them.
+
+    Args:
+        potential: of the model.
+        jit: ``"trace"`` for the graph, ``"compile"`` for the graph compiled by ``torch._inductor`` (it needs
+            a C++ compiler, and seconds on the first run), ``"eager"`` for the model itself, ``"auto"`` for
+            the graph where possible.
+
+    Attributes:
+        mode: what is in use, ``"eager"``, ``"trace"`` or ``"compile"``; it may fall back on a call.
+        reason: why it isn't what ``jit`` asks for, else None.
+
+    Raises:
+        ValueError: if ``jit`` is none of these.
+
+    Example:
+        >>> def model():
+        ...     pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        >>> gradient = Gradient(Potential(model))
+        >>> gradient(torch.tensor([[0.0, 0.0], [1.0, 2.0]]), Minibatch())
+        (tensor([1.8379, 4.3379]), tensor([[0., 0.],
+                [1., 2.]]))
+        >>> gradient.mode
+        'trace'
+    """
+
+    def __init__(self, potential: Potential, jit: Jit = "auto") -> None:
+        if jit not in get_args(Jit):
+            raise ValueError(f"jit is {jit!r}; pass one of {', '.join(map(repr, get_args(Jit)))}")
+        self.potential = potential
+        self.jit = jit
+        self.mode: _Mode = "trace" if jit == "auto" else jit
+        self.reason: str | None = None
+        self._prepared: dict[Any, Function] = {}
+
+    def __call__(self, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
+        """The potential energy and its gradient for each chain.
+
+        Args:
+            position: flat unconstrained values, of shape ``(C, d)``.
+            minibatch: what the chains see of the data.
+
+        Returns:
+            The energies, of shape ``(C,)``, and the gradients, of shape ``(C, d)``; both detached.
+
+        Raises:
+            UntraceableError: if ``jit`` is ``"trace"`` and the model can't be traced.
+        """
+        if self.mode == "eager":
+            return self.eager(position, minibatch)
+        if minibatch.args is None:
+            tensors = list(minibatch.indices.values())
+            key: Any = (position.shape, *minibatch.indices, *[i.shape for i in tensors])
+        else:
+            inputs = _Inputs.of(minibatch)
+            tensors, key = inputs.tensors, (position.shape, position.dtype, *inputs.signature())
+        run = self._prepared.get(key)
+        if run is None:
+            self._prepare(key, position, minibatch)
+            return self(position, minibatch)
+        with torch.no_grad():
+            return cast(tuple[Tensor, Tensor], run(position, *tensors))
+
+    def eager(self, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
+        """The same by running the model once a chain: the reference that the graph is held to."""
+        potential = potential_on(self.potential, minibatch)
+        with _unvalidated():
+            results = [
+                potential.value_and_grad(row, {name: i if i.dim() == 1 else i[chain] for name, i in rows})
+                for rows in [list(minibatch.indices.items())]
+                for chain, row in enumerate(position)
+            ]
+        energies, gradients = zip(*results, strict=True)
+        return torch.stack(energies), torch.stack(gradients)
+
+    def graph(self, position: Tensor, minibatch: Minibatch) -> fx.GraphModule:
+        """The simplified graph for inputs of these shapes, not yet compared with the model.
+
+        Args:
+            position: of shape ``(C, d)``.
+            minibatch: what the chains see of the data.
+
+        Returns:
+            A module that takes the position, the indices in order of ``minibatch.indices`` and the tensors
+            within ``minibatch.args``, and returns energies and gradients.
+
+        Raises:
+            UntraceableError: if the model can't be traced.
+        """
+        inputs = _Inputs.of(minibatch)
+
+        def one_chain(row: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+            indices, args = inputs.rebuild(tensors)
+            return potential_on(self.potential, Minibatch(indices, args)).value_and_grad(row, indices)
+
+        per_chain = [n < inputs.num_indices and t.dim() == 2 for n, t in enumerate(inputs.tensors)]
+        rows = [t[0] if own else t for t, own in zip(inputs.tensors, per_chain, strict=True)]
+        with _unvalidated(), torch.random.fork_rng(devices=[]):
+            single = trace(one_chain, [position[0], *rows])
+        refuse_side_effects(single)
+        in_dims = (0, *[0 if own else None for own in per_chain])
+        if len(position) == 1:
+
+            def chains(rows: Tensor, *tensors: Tensor) -> Any:
+                firsts = [t[0] if own else t for t, own in zip(tensors, per_chain, strict=True)]
+                return tuple(result.unsqueeze(0) for result in single(rows[0], *firsts))
+
+        else:
+            chains = torch.func.vmap(for_vmap(single), in_dims=in_dims)
+        everything = [position, *inputs.tensors]
+        with torch.no_grad():
+            graph = trace(chains, everything)
+            if changes_tensors(graph):  # simplification is for operations that don't
+                graph = trace(torch.func.functionalize(chains, remove="mutations"), everything)
+        return simplify(graph, everything)
+
+    def _prepare(self, key: Any, position: Tensor, minibatch: Minibatch) -> None:
+        """Make the function for inputs of these shapes, or fall back."""
+        inputs = [position, *_Inputs.of(minibatch).tensors]
+        reference = _Reference(self, position, minibatch)
+        try:
+            graph = self.graph(position, minibatch)
+            function = straight_line(graph, inputs)
+            reference.check(function)
+        except UntraceableError as error:
+            self._run_the_model(error, reference.seconds)
+            return
+        if self.mode == "compile":
+            from pyro_sym.infer.package import CompilationError, compiled
+
+            try:
+                fast = compiled(graph, inputs)
+                reference.check(fast)
+                function = fast
+            except (CompilationError, UntraceableError) as error:
+                self._do_not_compile(error)
+        self._prepared[key] = function
+
+    def _run_the_model(self, error: UntraceableError, seconds: float) -> None:
+        if self.jit == "trace":
+            raise error
+        self._fall_back(
+            "eager",
+            f"the model can't be traced, so that each gradient runs it anew, at {1e3 * seconds:.1g} ms a "
+            f"chain: {error}. jit='eager' does the same without this warning",
+            error,
+        )
+
+    def _do_not_compile(self, error: RuntimeError) -> None:
+        self._fall_back("trace", f"the gradient is traced, but not compiled: {error}", error)
+
+    def _fall_back(self, mode: _Mode, message: str, error: Exception) -> None:
+        self.mode, self.reason = mode, str(error)
+        warnings.warn(message, stacklevel=5)
+
+
+_TENSOR = object()
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The tensors of a minibatch, and how to make a minibatch of such tensors again."""
+
+    names: tuple[str, ...]
+    tensors: list[Tensor]  # indices by plate, then the tensors within args
+    rest: tuple[Any, ...]  # what else args hold; _TENSOR in the place of one
+    spec: TreeSpec | None
+
+    @classmethod
+    def of(cls, minibatch: Minibatch) -> _Inputs:
+        names, indices = tuple(minibatch.indices), list(minibatch.indices.values())
+        if minibatch.args is None:
+            return cls(names, indices, (), None)
+        leaves, spec = tree_flatten(minibatch.args)
+        rest = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        return cls(names, indices + [leaf for leaf in leaves if isinstance(leaf, Tensor)], rest, spec)
+
+    @property
+    def num_indices(self) -> int:
+        return len(self.names)
+
+    def signature(self) -> tuple[Any, ...]:
+        """What a graph depends on besides the tensors' values."""
+        return (self.names, *[(t.shape, t.dtype) for t in self.tensors], self.rest, str(self.spec))
+
+    def rebuild(self, tensors: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], tuple[Any, ...] | None]:
+        """Indices by plate and positional arguments with other tensors in place of these."""
+        count = self.num_indices
+        indices = dict(zip(self.names, tensors[:count], strict=True))
+        if self.spec is None:
+            return indices, None
+        given = iter(tensors[count:])
+        leaves = [next(given) if leaf is _TENSOR else leaf for leaf in self.rest]
+        return indices, tree_unflatten(leaves, self.spec)
+
+
+class _Reference:
+    """The potential itself at a few positions and minibatches other than those of the trace."""
+
+    def __init__(self, gradient: Gradient, position: Tensor, minibatch: Minibatch) -> None:
+        self.cases: list[tuple[list[Tensor], int, Tensor, Tensor]] = []
+        start = time.perf_counter()
+        gradient.eager(position[:1], _chain(minibatch, 0))  # what raises here is the model's own
+        self.seconds = time.perf_counter() - start
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            for spread in (0.0, 1.0, -1.0, 5.0):
+                other = _redraw(minibatch, gradient.potential)
+                there = spread * torch.randn_like(position) + (spread >= 0) * position
+                chain = int(torch.randint(len(position), ()))
+                try:
+                    energy, slope = gradient.eager(there[chain : chain + 1], _chain(other, chain))
+                except (RuntimeError, ValueError, ArithmeticError):
+                    continue  # too far out for the model
+                if bool(slope.isfinite().all() and energy.isfinite()) or spread == 0:
+                    self.cases.append(([there, *_Inputs.of(other).tensors], chain, energy[0], slope[0]))
+
+    def check(self, function: Function) -> None:
+        """Raise unless a function gives what the potential gave."""
+        for inputs, chain, *expected in self.cases:
+            try:
+                with torch.no_grad():
+                    results = function(*inputs)
+            except (RuntimeError, IndexError) as error:
+                raise UntraceableError(
+                    f"its graph fails elsewhere than where it was traced: {error}"
+                ) from error
+            for what, wanted, result in zip(("energy", "gradient"), expected, results, strict=True):
+                deviation = _relative_error(result[chain], wanted)
+                if not deviation <= _tolerance(wanted):
+                    raise UntraceableError(
+                        f"its graph is right only where it was traced (elsewhere the {what} is off by "
+                        f"{deviation:.1g}, relative): the model branches on values or indices, or isn't "
+                        "deterministic"
+                    )
+
+
+def _tolerance(wanted: Tensor) -> float:
+    return 1e-8 if wanted.dtype == torch.float64 else 1e-3
+
+
+def _relative_error(result: Tensor, wanted: Tensor) -> float:
+    if torch.equal(result.nan_to_num(), wanted.nan_to_num()):
+        return 0.0
+    return float((result - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
+
+
+def _chain(minibatch: Minibatch, chain: int) -> Minibatch:
+    """What one chain sees."""
+    indices = {name: i if i.dim() == 1 else i[chain : chain + 1] for name, i in minibatch.indices.items()}
+    return Minibatch(indices, minibatch.args)
+
+
+def _redraw(minibatch: Minibatch, potential: Potential) -> Minibatch:
+    """A minibatch of the same shapes: other rows, or the rows of the batch in reverse."""
+    plates = potential.program.plates
+    if minibatch.args is None:
+        indices = {
+            name: draw_indices({name: plates[name]}, *i.shape[:-1])[name]
+            for name, i in minibatch.indices.items()
+        }
+        return Minibatch(indices)
+    leaves, spec = tree_flatten(minibatch.args)
+    leaves = [leaf.flip(0) if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
+    return Minibatch(minibatch.indices, tree_unflatten(leaves, spec))
+
+
+def potential_on(potential: Potential, minibatch: Minibatch) -> Potential:
+    """The potential with a minibatch's positional arguments."""
+    if minibatch.args is None:
+        return potential
+    other = copy.copy(potential)
+    other.program = copy.copy(potential.program)
+    other.program.args = minibatch.args
+    runnable = other.program._runnable
+    other.program._runnable = lambda *a, **k: _AllRows(minibatch.indices)(runnable)(*a, **k)
+    return other
+
+
+@contextmanager
+def _unvalidated() -> Iterator[None]:
+    """Switch validation off, for distributions that were made before, too: it branches on values."""
+    validate = Distribution._validate_sample
+    Distribution._validate_sample = lambda self, value: None  # type: ignore[method-assign]
+    try:
+        with pyro.validation_enabled(False):
+            yield
+    finally:
+        Distribution._validate_sample = validate  # type: ignore[method-assign]
+
+
+class _AllRows(Messenger):
+    """Lets subsampled plates see the rows of a batch in order, where nobody gave them indices."""
+
+    def __init__(self, given: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.given = given
+
+    def _pyro_sample(self, msg: Any) -> None:
+        fn = msg["fn"]
+        if msg["name"] in self.given:
+            return
+        if isinstance(fn, _Subsample) and fn.subsample_size is not None and fn.subsample_size < fn.size:
+            msg["value"] = torch.arange(fn.subsample_size)
+            msg["done"] = True
+            msg["stop"] = True  # handlers outside would ask for indices

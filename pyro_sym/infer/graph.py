@@ -1,0 +1,406 @@
+"""Functions of tensors as graphs of plain torch operations: traced, simplified, as straight-line code."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = [
+    "UntraceableError",
+    "changes_tensors",
+    "for_vmap",
+    "refuse_side_effects",
+    "simplify",
+    "straight_line",
+    "trace",
+]
+
+aten = torch.ops.aten
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+class UntraceableError(RuntimeError):
+    """A function that a graph of torch operations can't stand for; the message is the reason."""
+
+
+def trace(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """Record what ``function`` does at ``inputs``; tensors that it closes over become the graph's.
+
+    It is what ``make_fx`` does, less symbolic shapes: importing those takes longer than all the rest.
+    """
+    recorder = _Recorder(inputs)
+    try:
+        with recorder:
+            outputs = function(*inputs)
+    except UntraceableError:
+        raise
+    except Exception as error:  # torch and the model raise all sorts
+        raise UntraceableError(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
+    return recorder.finish(outputs)
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every operation below autograd and vmap; a tensor is known by its identity."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.root = torch.nn.Module()
+        self.nodes: dict[int, fx.Node] = {}
+        self.alive: list[Any] = []  # so that no identity is used twice
+        self.varying: set[fx.Node] = set()
+        for number, tensor in enumerate(inputs):
+            node = self._name(tensor, self.graph.placeholder(f"input{number}"))
+            self.varying.add(node)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.lift_fresh.default:  # a tensor that the function makes from Python numbers
+            func, args = aten.lift_fresh_copy.default, (args[0].detach(),)
+        given = tree_map(self._node_of, (args, kwargs or {}))
+        varying = any(n in self.varying for n in tree_leaves(given) if isinstance(n, fx.Node))
+        result = func(*args, **kwargs or {})
+        tensors = [r for r in tree_leaves(result) if isinstance(r, Tensor)]
+        of_values = torch.Tag.dynamic_output_shape in func.tags and func not in _INDEXING
+        if varying and (of_values or not tensors):
+            raise UntraceableError(
+                f"the model's course depends on the value of a tensor, as by an if or item() ({func})"
+            )
+        node = self.graph.call_function(func, *given)
+        if varying:
+            self.varying.add(node)
+        if isinstance(result, Tensor):
+            self._name(result, node)
+        else:
+            for number, part in enumerate(result if isinstance(result, (list, tuple)) else ()):
+                if isinstance(part, Tensor):
+                    item = self._name(part, self.graph.call_function(operator.getitem, (node, number)))
+                    if varying:
+                        self.varying.add(item)
+        return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler for that
+
+    def _name(self, tensor: Tensor, node: fx.Node) -> fx.Node:
+        self.alive.append(tensor)
+        if id(tensor) not in self.nodes or node.op == "call_function":
+            self.nodes[id(tensor)] = node
+        return node
+
+    def _node_of(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in self.nodes:
+            name = f"tensor{len(self.alive)}"
+            self.root.register_buffer(name, leaf)
+            self._name(leaf, self.graph.create_node("get_attr", name))
+        return self.nodes[id(leaf)]
+
+    def finish(self, outputs: Sequence[Tensor]) -> fx.GraphModule:
+        self.graph.output(tuple(self._node_of(output) for output in outputs))
+        return fx.GraphModule(self.root, self.graph)
+
+
+_INDEXING = {aten.index.Tensor}  # so tagged for boolean indices; those are found out by their values
+
+
+def changes_tensors(graph: fx.GraphModule) -> bool:
+    """Whether an operation of the graph writes into a tensor."""
+    return any(isinstance(n.target, OpOverload) and n.target._schema.is_mutable for n in graph.graph.nodes)
+
+
+def for_vmap(graph: fx.GraphModule) -> fx.GraphModule:
+    """Write the logits' cross entropy out, which vmap takes apart into more, and in-place, operations."""
+    for node in graph.graph.nodes:
+        if node.target is aten.binary_cross_entropy_with_logits.default and node.args[2:] == (None, None, 0):
+            logits, labels, *_ = node.args
+            with graph.graph.inserting_before(node):
+                call = graph.graph.call_function
+                no = call(aten.rsub.Scalar, (labels, 1))
+                log_yes = call(operator.getitem, (call(aten.log_sigmoid_forward.default, (logits,)), 0))
+                loss = call(aten.sub.Tensor, (call(aten.mul.Tensor, (no, logits)), log_yes))
+            node.replace_all_uses_with(loss)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def refuse_side_effects(graph: fx.GraphModule) -> None:
+    """Raise where a graph draws random numbers, or changes a tensor that outlives the call."""
+    fresh: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
+            continue
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise UntraceableError(f"the model draws random numbers ({node.target})")
+        if "batch_norm" in node.target.name() and node.args[5] is True:
+            raise UntraceableError("batch normalisation in training mode updates its running statistics")
+        if node.target._schema.is_mutable and node.args[0] not in fresh:
+            raise UntraceableError(f"the model changes a tensor in place ({node.target})")
+        # A view of a tensor made here is as fresh as the tensor itself.
+        view = any(out.alias_info is not None for out in node.target._schema.returns)
+        if not view or node.args[0] in fresh:
+            fresh.add(node)
+
+
+def simplify(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """Take out of a graph what does nothing, what is done twice and what depends on no input.
+
+    The graph is run once at ``inputs``, so that shapes and constants are known; it must be free of side
+    effects.
+    """
+    return _Simplifier(graph).run(inputs)
+
+
+class _Simplifier:
+    """Rebuilds a graph node by node, each beside its value."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self.old = graph
+        self.new = fx.Graph()
+        self.attributes: dict[str, Tensor] = {}
+        self.values: dict[fx.Node, Any] = {}  # of new nodes
+        self.known: dict[Any, fx.Node] = {}  # common subexpressions, by what they compute
+        self.constants: dict[Any, fx.Node] = {}
+
+    def run(self, inputs: Sequence[Tensor]) -> fx.GraphModule:
+        given = iter(inputs)
+        env: dict[fx.Node, Any] = {}  # old nodes: a new node, or a constant
+        with torch.no_grad():
+            for node in self.old.graph.nodes:
+                if node.op == "placeholder":
+                    new = env[node] = self.new.placeholder(node.name)
+                    self.values[new] = next(given)
+                elif node.op == "get_attr":
+                    env[node] = getattr(self.old, str(node.target)).detach()
+                elif node.op == "call_function":
+                    env[node] = self._call(
+                        node.target,
+                        map_arg(node.args, env.__getitem__),
+                        map_arg(node.kwargs, env.__getitem__),
+                    )
+                else:
+                    self.new.output(
+                        tuple(self._as_node(env[n]) for n in node.args[0]),
+                    )
+        self.new.eliminate_dead_code()
+        used = {str(n.target) for n in self.new.nodes if n.op == "get_attr"}
+        root = torch.nn.Module()
+        for name in used:
+            root.register_buffer(name, self.attributes[name])
+        return fx.GraphModule(root, self.new)
+
+    def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A node for the call, or its value where that's constant."""
+        leaves = tree_leaves((args, kwargs))
+        operands = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+        if target is operator.getitem and not isinstance(args[0], fx.Node):
+            return args[0][args[1]]
+        if not operands:
+            return target(*args, **kwargs)
+        value = target(*self._values(args), **self._values(kwargs))
+        if target in _OF_SHAPE:
+            return value
+        if target is aten.fill.Scalar:
+            return torch.full_like(value, args[1])
+        same = self._unchanged(target, args, value)
+        if same is not None:
+            return same
+        if target is aten.cat.default and len(args[0]) == 1:
+            return args[0][0]
+        args, kwargs = tree_map(self._placed, (args, kwargs))
+        key = _hashable((target, args, sorted(kwargs.items())))
+        if key not in self.known:
+            node = self.known[key] = self.new.call_function(target, args, kwargs)
+            self.values[node] = value
+        return self.known[key]
+
+    def _unchanged(self, target: Any, args: Any, value: Any) -> fx.Node | None:
+        """The operand that a call gives back as it is, if any."""
+        if not isinstance(value, Tensor):
+            return None
+        if target is operator.getitem:
+            parts = args[0].target
+            whole = args[0].args[0] if parts in _SPLITS and len(self.values[args[0]]) == 1 else None
+            return whole if isinstance(whole, fx.Node) else None
+        first = args[0]
+        if isinstance(first, fx.Node) and self._like(first, value):
+            if target in _NOTHING:
+                return first
+            if target in _NEUTRAL_RIGHT and _is_all(args[1], _NEUTRAL_RIGHT[target]):
+                return first
+        if target in _NEUTRAL_LEFT and isinstance(args[1], fx.Node) and self._like(args[1], value):
+            return args[1] if _is_all(first, _NEUTRAL_LEFT[target]) else None
+        if target is aten.neg.default and first.target is aten.neg.default:
+            return first.args[0]
+        return None
+
+    def _like(self, node: fx.Node, value: Tensor) -> bool:
+        own = self.values[node]
+        return (own.shape, own.stride(), own.dtype, own.device) == (
+            value.shape,
+            value.stride(),
+            value.dtype,
+            value.device,
+        )
+
+    def _values(self, tree: Any) -> Any:
+        return map_arg(tree, self.values.__getitem__)
+
+    def _placed(self, leaf: Any) -> Any:
+        return self._as_node(leaf) if isinstance(leaf, Tensor) else leaf
+
+    def _as_node(self, value: Any) -> fx.Node:
+        """A node for a constant tensor."""
+        if isinstance(value, fx.Node):
+            return value
+        layout = (value.shape, value.stride(), value.dtype, value.device)
+        # Equal numbers are one constant if they are few; else the same memory is.
+        key = (*layout, tuple(value.flatten().tolist()) if value.numel() <= 64 else value.data_ptr())
+        if key not in self.constants:
+            name = f"constant{len(self.attributes)}"
+            self.attributes[name] = value
+            node = self.constants[key] = self.new.create_node("get_attr", name)
+            self.values[node] = value
+        return self.constants[key]
+
+
+_OF_SHAPE = {
+    aten.ones_like.default,
+    aten.zeros_like.default,
+    aten.full_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+}
+_SPLITS = {aten.split_with_sizes.default, aten.split.Tensor}
+_NOTHING = {
+    aten.alias.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.expand.default,
+    aten.lift_fresh_copy.default,
+    aten.permute.default,
+    aten.reshape.default,
+    aten._to_copy.default,
+    aten.squeeze.dim,
+    aten.sum.default,  # of a scalar
+    aten._unsafe_view.default,
+    aten.view.default,
+}
+_NEUTRAL_RIGHT = {
+    aten.add.Tensor: 0,
+    aten.sub.Tensor: 0,
+    aten.mul.Tensor: 1,
+    aten.mul.Scalar: 1,
+    aten.div.Tensor: 1,
+    aten.div.Scalar: 1,
+    aten.pow.Tensor_Scalar: 1,
+}
+_NEUTRAL_LEFT = {aten.add.Tensor: 0, aten.mul.Tensor: 1}
+
+
+def _is_all(value: Any, number: float) -> bool:
+    """Whether a constant is one number throughout."""
+    if isinstance(value, Tensor):
+        return value.numel() > 0 and bool((value == number).all())
+    return not isinstance(value, fx.Node) and value == number
+
+
+def _hashable(tree: Any) -> Any:
+    if isinstance(tree, (list, tuple)):
+        return (type(tree).__name__, *map(_hashable, tree))
+    return (type(tree).__name__, tree)
+
+
+def straight_line(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Function:
+    """Compile a graph to a Python function that does its operations one after the other and nothing else.
+
+    Where the function of the same name in ``torch`` gives the same result it takes the place of the
+    operator, whose way from Python is longer.
+    """
+    names: dict[str, Any] = {}  # the function's globals
+    lines: list[str] = []
+    values: dict[fx.Node, Any] = {}
+    given = iter(inputs)
+    nodes = list(graph.graph.nodes)
+    last_use = {operand: node for node in nodes for operand in node.all_input_nodes}
+
+    def bound(value: Any) -> str:
+        name = f"_{len(names)}"
+        names[name] = value
+        return name
+
+    def text(arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            return arg.name
+        if isinstance(arg, (list, tuple)):
+            inner = ", ".join(map(text, arg))
+            return f"({inner},)" if isinstance(arg, tuple) and arg else f"[{inner}]"
+        if arg is None or type(arg) in (bool, int, str):
+            return repr(arg)
+        return bound(arg)  # floats, too: inf has no literal
+
+    with torch.no_grad():
+        for node in nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "get_attr":
+                values[node] = names[node.name] = getattr(graph, str(node.target)).detach()
+            elif node.op == "call_function":
+                args = map_arg(node.args, values.__getitem__)
+                kwargs = map_arg(node.kwargs, values.__getitem__)
+                function, values[node] = _shortest_way(node.target, args, kwargs)
+                if node.target is operator.getitem:
+                    call = f"{text(node.args[0])}[{text(node.args[1])}]"
+                else:
+                    arguments = [text(a) for a in node.args]
+                    arguments += [f"{name}={text(a)}" for name, a in node.kwargs.items()]
+                    call = f"{bound(function)}({', '.join(arguments)})"
+                lines.append(f"{node.name} = {call}")
+            else:
+                lines.append(f"return {text(tuple(node.args[0]))}")
+                continue
+            spent = [n.name for n in node.all_input_nodes if last_use[n] is node and n.op == "call_function"]
+            if spent:
+                lines.append(f"del {', '.join(spent)}")
+    parameters = ", ".join(n.name for n in nodes if n.op == "placeholder")
+    code = f"def run({parameters}):\n    " + "\n    ".join(lines)
+    exec(compile(code, "<gradient>", "exec"), names)
+    run: Function = names["run"]
+    return run
+
+
+def _shortest_way(target: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any]:
+    """What to call for an operator, and its result."""
+    value = target(*args, **kwargs)
+    if not isinstance(target, OpOverload):
+        return target, value
+    name = target._schema.name.removeprefix("aten::")
+    short = getattr(torch._C._VariableFunctions, name, None)
+    if short is not None and isinstance(value, Tensor):
+        try:
+            other = short(*args, **kwargs)
+        except (TypeError, RuntimeError):
+            return target._op, value
+        if _identical(value, other):
+            return short, value
+    return target._op, value
+
+
+def _identical(one: Tensor, other: Any) -> bool:
+    return (
+        isinstance(other, Tensor)
+        and (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+        and torch.equal(one.nan_to_num(), other.nan_to_num())
+    )

@@ -1,0 +1,296 @@
+"""Many chains in one process: the driver for this package's kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Unpack
+
+import torch
+from pyro.infer.mcmc.util import diagnostics, print_summary, select_samples
+from torch import Tensor
+
+from pyro_sym.infer.chains import Chains, Divergence, Recorder
+from pyro_sym.infer.kernels import BAOA, SGHMC, Options, StochasticGradientKernel
+
+__all__ = ["VectorizedMCMC", "deep_ensemble"]
+
+
+class VectorizedMCMC:
+    r"""Run many chains of a kernel side by side, as one batched computation.
+
+    It has the interface of ``pyro.infer.MCMC``; what chains there are processes for is one more dim here, so
+    that a step of 64 chains costs little more than a step of one. Chains start, draw their noise and (unless
+    the kernel shares them) their minibatches independently, and a run is reproduced by
+    ``pyro.set_rng_seed``.
+
+    Args:
+        kernel: one of this package's kernels.
+        num_samples: draws per chain, after the warm-up.
+        warmup_steps: draws per chain that are thrown away first, as in ``MCMC``; by default ``num_samples``.
+        num_chains: :math:`C`.
+        thinning: steps per draw, in warm-up as well; by default the kernel's.
+        initial_params: unconstrained values by site to start from, with the chains in front: ``(C, *shape)``.
+        initial_values: the same as constrained values, say draws of a guide or an optimum. Without either,
+            the kernel's ``init_strategy`` draws them anew for each chain.
+        on_divergence: what happens if a chain's position, gradient or energy is no longer finite.
+            ``"raise"`` an error that names chain, step and first site; draws so far stay readable.
+            ``"mask"`` the chain: its draws from there on are NaN, ``diverged`` says where and why, and the
+            others go on.
+        disable_progbar: whether to show no progress bar.
+
+    Attributes:
+        diverged: by chain, a :class:`~pyro_sym.infer.chains.Divergence` with step and reason.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Example:
+        >>> def model(y):
+        ...     mean = pyro.sample("mean", dist.Normal(0.0, 10.0))
+        ...     with pyro.plate("rows", len(y), subsample_size=20) as rows:
+        ...         pyro.sample("y", dist.Normal(mean, 1.0), obs=y[rows])
+        >>> kernel = BAOA(model, step_size=0.02, friction=5.0)
+        >>> mcmc = VectorizedMCMC(
+        ...     kernel, num_samples=50, warmup_steps=20, num_chains=8, thinning=5, disable_progbar=True
+        ... )
+        >>> mcmc.run(torch.ones(100))
+        >>> mcmc.get_samples(group_by_chain=True)["mean"].shape
+        torch.Size([8, 50])
+    """
+
+    def __init__(
+        self,
+        kernel: StochasticGradientKernel,
+        num_samples: int,
+        warmup_steps: int | None = None,
+        num_chains: int = 1,
+        thinning: int | None = None,
+        *,
+        initial_params: Mapping[str, Tensor] | None = None,
+        initial_values: Mapping[str, Tensor] | None = None,
+        on_divergence: Literal["raise", "mask"] = "raise",
+        disable_progbar: bool = False,
+    ) -> None:
+        if not isinstance(kernel, StochasticGradientKernel):
+            raise TypeError(
+                f"kernel is {kernel!r}; VectorizedMCMC runs pyro_sym's stochastic-gradient kernels. Others "
+                "run in pyro.infer.MCMC"
+            )
+        warmup_steps = num_samples if warmup_steps is None else warmup_steps
+        thinning = kernel.thinning if thinning is None else thinning
+        for name, value, least in (
+            ("num_samples", num_samples, 1),
+            ("warmup_steps", warmup_steps, 0),
+            ("num_chains", num_chains, 1),
+            ("thinning", thinning, 1),
+        ):
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} is {value!r}; pass an integer >= {least}")
+        if on_divergence not in ("raise", "mask"):
+            raise ValueError(f"on_divergence is {on_divergence!r}; pass 'raise' or 'mask'")
+        if initial_params is not None and initial_values is not None:
+            raise ValueError("both initial_params and initial_values are given; pass one of them")
+        self.kernel = kernel
+        self.num_samples = num_samples
+        self.warmup_steps = warmup_steps
+        self.num_chains = num_chains
+        self.thinning = thinning
+        self.initial_params = initial_params
+        self.initial_values = initial_values
+        self.on_divergence = on_divergence
+        self.disable_progbar = disable_progbar
+        self.diverged: dict[int, Divergence] = {}
+        self._args: tuple[Any, ...] = ()
+        self._kwargs: dict[str, Any] = {}
+        self._chains: Chains | None = None
+        self._recorder: Recorder | None = None
+        self._positions = torch.empty(0)  # shape: (draws, C, d)
+        self._num_draws = 0
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        """Draw ``num_samples`` from each chain.
+
+        An interrupt (Ctrl-C) or a divergence ends the run with its error; the draws up to there stay
+        readable.
+
+        Args:
+            *args: the model's positional arguments.
+            **kwargs: the model's keyword arguments.
+
+        Raises:
+            ValueError: if the model can't be sampled, or initial values don't fit it.
+            DivergenceError: if a chain diverges, unless chains are masked.
+        """
+        self._args, self._kwargs = args, kwargs
+        chains = self.kernel.start(
+            args,
+            kwargs,
+            num_chains=self.num_chains,
+            initial_params=self.initial_params,
+            initial_values=self.initial_values,
+            on_divergence=self.on_divergence,
+        )
+        self._chains, self._recorder = chains, Recorder(chains)
+        self.diverged = chains.diverged
+        self._positions = chains.position.new_empty(self.num_samples, *chains.position.shape)
+        self._num_draws = 0
+        for draw in self._progress(chains):
+            chains.advance(self.thinning, warming_up=draw < self.warmup_steps)
+            if draw >= self.warmup_steps:
+                self._keep(chains)
+
+    def _keep(self, chains: Chains) -> None:
+        assert self._recorder is not None
+        row = self._positions[self._num_draws]
+        row.copy_(chains.position)
+        if chains.diverged:
+            row[list(chains.diverged)] = math.nan
+        self._recorder.append()
+        self._num_draws += 1
+
+    def _progress(self, chains: Chains) -> Any:
+        from tqdm.auto import tqdm
+
+        bar = tqdm(range(self.warmup_steps + self.num_samples), disable=self.disable_progbar)
+        for draw in bar:
+            yield draw
+            if not self.disable_progbar and draw % 16 == 0:
+                bar.set_description("Warmup" if draw < self.warmup_steps else "Sample", refresh=False)
+                bar.set_postfix(chains.report(), refresh=False)
+
+    @property
+    def _samples(self) -> dict[str, Tensor] | None:
+        """Constrained values by site, ``(C, draws, *shape)``; also where the exporter looks for draws."""
+        if self._chains is None:
+            return None
+        potential = self._chains.potential
+        positions = self._positions[: self._num_draws].transpose(0, 1)
+        return potential.constrain(potential.unflatten(positions))
+
+    @property
+    def _diagnostics(self) -> list[dict[str, Any]]:
+        """A report a chain, as ``pyro.infer.MCMC`` keeps them."""
+        if self._recorder is None:
+            return []
+        stats = self._recorder.statistics()
+        masked = self._positions[: self._num_draws].isnan().any(-1)
+        return [
+            {
+                "divergences": masked[:, chain].nonzero().flatten().tolist(),
+                "sample_stats": {name: values[:, chain] for name, values in stats.items()},
+            }
+            for chain in range(self.num_chains)
+        ]
+
+    def _drawn(self) -> dict[str, Tensor]:
+        samples = self._samples
+        if samples is None:
+            raise RuntimeError("there are no draws yet: call run() first")
+        return samples
+
+    def get_samples(self, num_samples: int | None = None, group_by_chain: bool = False) -> dict[str, Tensor]:
+        """The draws, in constrained space.
+
+        Args:
+            num_samples: how many to pick at random, with replacement; by default all of them.
+            group_by_chain: whether to keep the chains apart.
+
+        Returns:
+            Values by site, of shape ``(C, draws, *shape)`` if grouped by chain, otherwise ``(draws, *shape)``
+            without the draws of masked chains that are NaN.
+        """
+        samples = self._drawn()
+        if not group_by_chain and self.diverged:
+            fine = ~self._positions[: self._num_draws].transpose(0, 1).isnan().any(-1)
+            samples = {name: values[fine].unsqueeze(0) for name, values in samples.items()}
+        return select_samples(samples, num_samples, group_by_chain)
+
+    def diagnostics(self) -> dict[str, Any]:
+        """Effective sample size and split R-hat by site, and statistics by draw.
+
+        Returns:
+            As ``pyro.infer.MCMC.diagnostics()`` has it: ``{site: {"n_eff": …, "r_hat": …}}``, with
+            ``"sample_stats"`` and ``"divergences"`` by ``"chain 0"``, ``"chain 1"``, …; the statistics are
+            those of the kernel's
+            :meth:`~pyro_sym.infer.kernels.StochasticGradientKernel.diagnostics`.
+        """
+        report: dict[str, Any] = diagnostics(self._drawn())
+        chains = self._diagnostics
+        for name in ("divergences", "sample_stats"):
+            report[name] = {f"chain {chain}": own[name] for chain, own in enumerate(chains)}
+        return report
+
+    def summary(self, prob: float = 0.9) -> None:
+        """Print mean, sd, quantiles, effective sample size and R-hat by coordinate, as Pyro does.
+
+        Args:
+            prob: of the interval shown.
+        """
+        print_summary(self._drawn(), prob=prob)
+        for chain, divergence in self.diverged.items():
+            print(f"chain {chain} diverged at step {divergence.step}: {divergence.what}")
+
+
+def deep_ensemble(
+    model: Callable[..., Any],
+    *args: Any,
+    num_members: int,
+    num_steps: int,
+    lr: float,
+    num_data: int,
+    momentum: float = 0.9,
+    kernel: type[BAOA] | type[SGHMC] = BAOA,
+    model_kwargs: Mapping[str, Any] | None = None,
+    **options: Unpack[Options],
+) -> VectorizedMCMC:
+    r"""Train a deep ensemble, or draw from the posterior by the same run: one number is the difference.
+
+    Each member is a chain of its own start and its own minibatches. At ``temperature=0`` (the default) it is
+    ``torch.optim.SGD(lr=lr, momentum=momentum)`` on the loss averaged over the data, and the last states are
+    a deep ensemble; at ``temperature=1`` the noise that makes it a sampler is added, and they are draws of
+    the posterior, as far as the chains have got.
+
+    Args:
+        model: a Pyro model, with a subsampled plate for minibatches.
+        *args: its positional arguments.
+        num_members: chains.
+        num_steps: steps of each.
+        lr: the learning rate for the mean loss.
+        num_data: :math:`N`, over which the loss is averaged.
+        momentum: of SGD.
+        kernel: :class:`~pyro_sym.BAOA` or :class:`~pyro_sym.SGHMC`.
+        model_kwargs: the model's keyword arguments.
+        **options: of the kernel, ``temperature`` among them.
+
+    Returns:
+        The run, whose ``get_samples()`` are the members, one a chain.
+
+    Example:
+        >>> def model(x, y):
+        ...     w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("rows", len(x), subsample_size=10) as rows:
+        ...         pyro.sample("y", dist.Normal(w * x[rows], 1.0), obs=y[rows])
+        >>> x = torch.linspace(-1, 1, 50)
+        >>> cold = deep_ensemble(model, x, 2 * x, num_members=4, num_steps=100, lr=0.1, num_data=50)
+        >>> warm = deep_ensemble(
+        ...     model, x, 2 * x, num_members=4, num_steps=100, lr=0.1, num_data=50, temperature=1.0
+        ... )
+        >>> cold.get_samples()["w"].shape, bool(cold.get_samples()["w"].std() < warm.get_samples()["w"].std())
+        (torch.Size([4]), True)
+
+    References:
+        Lakshminarayanan et al. 2017 (arXiv 1612.01474) for ensembles; Duffield et al. 2025 (arXiv
+        2406.00104), section 4, for what the noise adds.
+    """
+    options = {"temperature": 0.0, **options}
+    run = VectorizedMCMC(
+        kernel.from_sgd(model, lr=lr, momentum=momentum, num_data=num_data, **options),
+        num_samples=1,
+        warmup_steps=0,
+        num_chains=num_members,
+        thinning=num_steps,
+        disable_progbar=True,
+    )
+    run.run(*args, **(model_kwargs or {}))
+    return run

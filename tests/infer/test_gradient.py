@@ -1,0 +1,321 @@
+"""The traced gradient against the potential itself, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.nn import PyroModule, PyroSample
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_sym.infer.gradient import Gradient, Jit
+from pyro_sym.infer.graph import UntraceableError
+from pyro_sym.infer.minibatch import Minibatch, draw_indices
+from pyro_sym.infer.potential import Potential
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+ROWS, COLUMNS = 9, 7
+DATA = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)).double()
+LABELS = (DATA[:, 0] + DATA[:, 1] > 0).double()
+
+
+def logistic_model() -> None:
+    weights = pyro.sample("weights", dist.Normal(torch.zeros(COLUMNS), 1.0).to_event(1))
+    with pyro.plate("rows", ROWS, subsample_size=4) as row:
+        pyro.sample("y", dist.Bernoulli(logits=DATA[row] @ weights), obs=LABELS[row])
+
+
+def crossed_and_nested_model() -> None:
+    loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    columns = pyro.plate("columns", COLUMNS, subsample_size=3, dim=-1)
+    rows = pyro.plate("rows", ROWS, subsample_size=4, dim=-2)
+    with columns as column:
+        pyro.sample("x", dist.Normal(loc, 2.0), obs=DATA[0, column])
+    with rows as row:
+        pyro.sample("w", dist.Normal(0.0, scale), obs=DATA[row, :1])
+        with columns as column:
+            pyro.sample("y", dist.Normal(loc, scale), obs=DATA[row[:, None], column])
+            with pyro.plate("depth", 5, subsample_size=2, dim=-3) as depth:
+                shift = depth.reshape(2, 1, 1) * 0.1
+                pyro.sample("z", dist.Normal(loc + shift, 1.0), obs=DATA[row[:, None], column])
+
+
+def masked_and_scaled_model() -> None:
+    loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+    with pyro.poutine.scale(scale=2.5):
+        rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
+    with pyro.plate("rows", ROWS, subsample_size=4) as row, pyro.poutine.mask(mask=LABELS[row] > 0):
+        pyro.sample("y", dist.Normal(loc, rate), obs=DATA[row, 0])
+
+
+def mixture_model() -> None:
+    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
+    locs = pyro.sample("locs", dist.Normal(torch.zeros(3), 3.0).to_event(1))
+    with pyro.plate("rows", ROWS, subsample_size=4) as row:
+        z = pyro.sample("z", dist.Categorical(weights))
+        pyro.sample("y", dist.Normal(locs[z], 1.0), obs=DATA[row, 0])
+
+
+def hmm_model() -> None:
+    transition = pyro.sample("transition", dist.Dirichlet(torch.ones(2, 2)).to_event(1))
+    locs = pyro.sample("locs", dist.Normal(torch.tensor([-1.0, 1.0]), 1.0).to_event(1))
+    x: Any = 0
+    for t in pyro.markov(range(4)):
+        x = pyro.sample(f"x{t}", dist.Categorical(transition[x]))
+        pyro.sample(f"y{t}", dist.Normal(locs[x], 1.0), obs=DATA[t, 0])
+
+
+def constrained_model() -> None:
+    scale = pyro.sample("scale", dist.HalfCauchy(torch.ones(2)).to_event(1))
+    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
+    corr = pyro.sample("corr", dist.LKJCholesky(2, 2.0))
+    covariance = scale[:, None] * corr
+    with pyro.plate("rows", ROWS, subsample_size=4) as row:
+        law = dist.MultivariateNormal(weights[:2], scale_tril=covariance)
+        pyro.sample("y", law, obs=DATA[row, :2])
+
+
+class Net(PyroModule):
+    """A layer of random weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = PyroModule[torch.nn.Linear](COLUMNS, 2)
+        self.layer.weight = PyroSample(dist.Normal(0.0, 1.0).expand([2, COLUMNS]).to_event(2))
+        self.layer.bias = PyroSample(dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        self.out = torch.nn.Linear(2, 1)
+
+    def forward(self) -> None:
+        mean = self.out(torch.tanh(self.layer(DATA))).squeeze(-1)
+        with pyro.plate("rows", ROWS, subsample_size=4) as row:
+            pyro.sample("y", dist.Normal(mean[row], 1.0), obs=LABELS[row])
+
+
+def param_model() -> None:
+    scale = pyro.param("scale", torch.tensor(2.0), constraint=constraints.positive)
+    x = pyro.sample("x", dist.StudentT(3.0, torch.zeros(3), scale).to_event(1))
+    pyro.factor("bound", -(x.exp().sum()))
+
+
+MODELS: list[Callable[[], Any]] = [
+    logistic_model,
+    crossed_and_nested_model,
+    masked_and_scaled_model,
+    mixture_model,
+    hmm_model,
+    constrained_model,
+    Net,
+    param_model,
+]
+
+
+def minibatch_of(potential: Potential, chains: int, shared: bool = False) -> Minibatch:
+    shape = () if shared else (chains,)
+    return Minibatch(draw_indices(potential.program.plates, *shape))
+
+
+def assert_as_eager(gradient: Gradient, position: Tensor, minibatch: Minibatch) -> None:
+    energy, slope = gradient(position, minibatch)
+    expected = gradient.eager(position, minibatch)
+    torch.testing.assert_close((energy, slope), expected, rtol=1e-10, atol=1e-10)
+    assert not energy.requires_grad and not slope.requires_grad
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("chains", [1, 5])
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_trace_is_the_potential(model: Callable[[], Any], chains: int, shared: bool) -> None:
+    potential = Potential(model() if isinstance(model, type) else model)
+    gradient = Gradient(potential, jit="trace")
+    for _ in range(3):
+        position = torch.randn(chains, potential.size)
+        assert_as_eager(gradient, position, minibatch_of(potential, chains, shared))
+    assert gradient.mode == "trace" and gradient.reason is None
+
+
+def test_keyword_arguments() -> None:
+    def model(data: Tensor, *, scale: float, offset: Tensor | None = None) -> None:
+        loc = pyro.sample("loc", dist.Normal(0.0, scale))
+        mean = loc if offset is None else loc + offset
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=data)
+
+    potential = Potential(model, (torch.tensor(1.0),), {"scale": 3.0, "offset": torch.tensor(0.5)})
+    assert_as_eager(Gradient(potential, jit="trace"), torch.randn(2, 1), Minibatch())
+
+
+def test_batches_of_a_loader_are_inputs() -> None:
+    def model(x: Tensor, y: Tensor, name: str = "y") -> None:
+        weights = pyro.sample("weights", dist.Normal(torch.zeros(COLUMNS), 1.0).to_event(1))
+        with pyro.plate("rows", ROWS, subsample_size=len(x)):
+            pyro.sample(name, dist.Bernoulli(logits=x @ weights), obs=y)
+
+    potential = Potential(model, (DATA[:4], LABELS[:4]))
+    gradient = Gradient(potential, jit="trace")
+    position = torch.randn(3, COLUMNS)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(DATA, LABELS), batch_size=4)
+    sizes = []
+    for batch in [*loader, *loader]:
+        sizes.append(len(batch[0]))
+        minibatch = Minibatch({}, tuple(batch))
+        assert_as_eager(gradient, position, minibatch)
+        expected, _ = Potential(lambda b=batch: model(*b)).value_and_grad(
+            position[1], {"rows": torch.arange(len(batch[0]))}
+        )
+        torch.testing.assert_close(gradient(position, minibatch)[0][1], expected)
+    assert sizes == [4, 4, 1] * 2
+    assert len(gradient._prepared) == 2, "a graph for whole batches and one for the last"
+
+
+def test_arguments_beside_a_batch() -> None:
+    """None stays None, and a plate's own indices stay in force; their order in the minibatch is no matter."""
+
+    def model(x: Tensor, offset: Tensor | None, y: Tensor) -> None:
+        loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+        shift = torch.zeros(()) if offset is None else offset
+        with pyro.plate("a", ROWS, subsample_size=3) as a:
+            pyro.sample("y", dist.Normal(loc + shift, 1.0), obs=x[a] * y[a])
+        with pyro.plate("b", ROWS, subsample_size=3) as b:
+            pyro.sample("z", dist.Normal(2 * loc, 1.0), obs=x[b])
+
+    first, second = torch.tensor([[7, 1, 5]]), torch.tensor([[0, 8, 2]])
+    args = (DATA[:, 0], None, LABELS)
+    potential = Potential(model, args)
+    expected, _ = potential.value_and_grad(torch.ones(1), {"a": first[0], "b": second[0]})
+    gradient = Gradient(potential, jit="trace")
+    for given in (args, None):
+        for minibatch in (
+            Minibatch({"a": first, "b": second}, given),
+            Minibatch({"b": second, "a": first}, given),
+        ):
+            torch.testing.assert_close(gradient(torch.ones(1, 1), minibatch)[0][0], expected)
+
+
+def test_float32_is_kept() -> None:
+    def model() -> None:
+        x = pyro.sample("x", dist.Normal(torch.zeros(3, dtype=torch.float32), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(x.sum(), 1.0), obs=torch.tensor(1.0, dtype=torch.float32))
+
+    torch.set_default_dtype(torch.float32)
+    gradient = Gradient(Potential(model), jit="trace")
+    energy, slope = gradient(torch.ones(2, 3), Minibatch())
+    assert energy.dtype == slope.dtype == torch.float32
+
+
+def test_tracing_leaves_generator_and_validation_alone() -> None:
+    potential = Potential(logistic_model)
+    minibatch = minibatch_of(potential, 2)
+    position = torch.randn(2, COLUMNS)
+    before = torch.get_rng_state()
+    with pyro.validation_enabled(True):
+        Gradient(potential)(position, minibatch)
+        assert pyro.distributions.is_validation_enabled()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def hidden_branch() -> None:
+    """Branches where no tracer can see it: NumPy has the value."""
+    x = pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    factor = 2.0 if np.mean(x.detach().numpy()) > 0 else 5.0
+    pyro.factor("f", -factor * (x**2).sum())
+
+
+def open_branch() -> None:
+    x = pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    factor = 2.0 if x.mean().item() > 0 else 5.0
+    pyro.factor("f", -factor * (x**2).sum())
+
+
+def branch_on_rows() -> None:
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", ROWS, subsample_size=4) as row:
+        scale = 1.0 if 0 in row.numpy() else 2.0
+        pyro.sample("y", dist.Normal(x, scale), obs=DATA[row, 0])
+
+
+def dropout_model() -> None:
+    x = pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    pyro.factor("f", -(torch.nn.functional.dropout(x, 0.5).sum() ** 2))
+
+
+def counting_model(norm: torch.nn.Module | None = None) -> None:
+    norm = torch.nn.BatchNorm1d(3) if norm is None else norm
+    x = pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    pyro.factor("f", -(norm(x + DATA[:, :3]) ** 2).sum())
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (hidden_branch, "right only where it was traced"),
+        (open_branch, "course depends on the value of a tensor"),
+        (branch_on_rows, "right only where it was traced"),
+        (dropout_model, "draws random numbers"),
+        (counting_model, "changes a tensor in place|running statistics"),
+    ],
+)
+def test_fallbacks_say_why(model: Callable[[], None], reason: str) -> None:
+    potential = Potential(model)
+    position = torch.randn(2, potential.size)
+    minibatch = minibatch_of(potential, 2)
+    gradient = Gradient(potential)
+    with pytest.warns(UserWarning, match=rf"runs it anew, at .* ms a chain.*({reason})") as caught:
+        gradient(position, minibatch)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert gradient.mode == "eager" and gradient.reason is not None
+    gradient(position, minibatch)  # no second warning: the suite makes warnings errors
+    with pytest.raises(UntraceableError, match=reason):
+        Gradient(potential, jit="trace")(position, minibatch)
+    Gradient(potential, jit="eager")(position, minibatch)
+
+
+def test_without_the_comparison_a_hidden_branch_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the comparison is for: the graph is silently that of one branch."""
+    monkeypatch.setattr("pyro_sym.infer.gradient._Reference.check", lambda self, function: None)
+    potential = Potential(hidden_branch)
+    gradient = Gradient(potential)
+    gradient(torch.ones(1, 3), Minibatch())
+    _, wrong = gradient(-torch.ones(1, 3), Minibatch())
+    _, right = gradient.eager(-torch.ones(1, 3), Minibatch())
+    assert (wrong - right).abs().min() > 1.0
+
+
+def test_buffers_are_still_updated_after_a_fallback() -> None:
+    norm = torch.nn.BatchNorm1d(3)
+    potential = Potential(lambda: counting_model(norm))
+    gradient = Gradient(potential)
+    with pytest.warns(UserWarning, match="runs it anew"):
+        gradient(torch.zeros(1, 3), Minibatch())
+    before = int(norm.num_batches_tracked)  # type: ignore[arg-type]
+    gradient(torch.zeros(1, 3), Minibatch())
+    assert norm.num_batches_tracked == before + 1
+
+
+def test_errors_of_the_model_are_its_own() -> None:
+    potential = Potential(logistic_model)
+    with pytest.raises(ValueError, match="plate 'rows' sees 4 of 9 rows and no indices"):
+        Gradient(potential)(torch.zeros(1, COLUMNS), Minibatch())
+
+
+def test_unknown_jit_is_refused() -> None:
+    jit: Any = "fast"
+    with pytest.raises(ValueError, match="jit is 'fast'; pass one of 'auto'"):
+        Gradient(Potential(open_branch), jit)
+
+
+def test_modes_that_need_no_fallback_do_not_warn() -> None:
+    potential = Potential(logistic_model)
+    modes: list[Jit] = ["auto", "trace", "eager"]
+    results = [
+        Gradient(potential, jit)(torch.ones(2, COLUMNS), Minibatch({"rows": torch.arange(4)}))
+        for jit in modes
+    ]
+    torch.testing.assert_close(results[0], results[2])
+    torch.testing.assert_close(results[1], results[2])
