@@ -19,7 +19,8 @@ Rest = Callable[[Tensor], Tensor]
 
 # Mixed into the choices of one permutation, all together: it bounds the weights, at a cost of as many nats.
 UNIFORM = 0.01
-SWEEPS = 30
+# Sweeps of the scaling, for up to 16 units and for more.
+FEW_SWEEPS, SWEEPS = 10, 30
 # Less than this is not told apart in the scaled matrix that proposes, so that its scales stay finite.
 FLOOR = 1e-30
 # How often what is left is scaled anew in training.
@@ -117,16 +118,18 @@ def importance_bracket(log_matrix: Tensor, num_elements: int) -> tuple[Tensor, T
     return _log_mean(weights[:, 1:]), _log_mean(weights[:, :-1])
 
 
-def sinkhorn(log_matrix: Tensor, sweeps: int = SWEEPS) -> Tensor:
+def sinkhorn(log_matrix: Tensor, sweeps: int | None = None) -> Tensor:
     r"""Scale rows and columns of :math:`e^L` towards sums of one.
 
     Args:
         log_matrix: :math:`L`, of shape ``(*batch, n, n)``.
-        sweeps: how often rows and then columns are scaled.
+        sweeps: how often rows and then columns are scaled; by default 10 times up to 16 units, and 30 above.
 
     Returns:
         :math:`\log B`, of the same shape; columns sum to one.
     """
+    if sweeps is None:
+        sweeps = FEW_SWEEPS if log_matrix.shape[-1] <= 16 else SWEEPS
     # Afterwards all entries are at most 0 and every row and every column has a 0: no sum is empty.
     log_matrix = log_matrix - log_matrix.amax(-1, keepdim=True)
     log_matrix = log_matrix - log_matrix.amax(-2, keepdim=True)
@@ -170,7 +173,7 @@ def propose(
         order = balanced.amax(-1).argsort(-1, descending=True)  # shape: (B, n), slots
         rows = balanced.gather(-2, order.unsqueeze(-1).expand_as(balanced))
         given = None if identity is None else (identity, order)
-        units, shares = _choose(rows, num_elements, given, stride=-(-n // max(rescalings, 1)))
+        units, shares = _choose(rows, num_elements, given, stride=-(-n // rescalings))
         left = torch.arange(n, 0, -1, dtype=rows.dtype, device=rows.device)[:, None, None]
         log_proposals = ((1 - UNIFORM / n) * shares + UNIFORM / n / left).log().sum(0)
         slots = order.T.unsqueeze(-1).expand_as(units)
