@@ -122,13 +122,15 @@ def test_without_a_compiler_steps_are_traced(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @needs_compiler
-def test_a_failing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_compiler_is_reported() -> None:
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
     potential = Potential(make_model(dtype=torch.float32))
     gradient = Gradient(potential, jit="compile")
-    with pytest.warns(UserWarning, match=r"not compiled: torch\._inductor raised "):
+    with (
+        config.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.warns(UserWarning, match=r"not compiled: torch\._inductor raised "),
+    ):
         gradient(torch.zeros(1, potential.size), Minibatch({"rows": torch.arange(4)}))
     assert gradient.mode == "trace"
 
