@@ -58,6 +58,13 @@ def bench(session: nox.Session) -> None:
     session.run("python", "benchmarks/svi_step.py", *session.posargs)
 
 
+@nox.session(default=False)
+def bench_sgmcmc(session: nox.Session) -> None:
+    """Time a step of the samplers beside posteriors, BlackJAX and torch; ``-- --json FILE`` keeps all."""
+    install(session, "bench")
+    session.run("python", "-W", "ignore", "benchmarks/sgmcmc.py", *session.posargs)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, docstrings and format with ruff; with ``-- --fix``, mend what can be mended."""

@@ -58,21 +58,62 @@ def compare(
         block: steps a turn.
         note: called afterwards, for a remark.
     """
-    rounds: list[tuple[float, float, float, float]] = []
+    turns = take_turns({"ours": (ours, 1), "peer": (peer, 1)}, seconds, block=block)
+    return turns.ratio(case, "ours", "peer", note=note())
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What several contestants took, round by round.
+
+    Attributes:
+        seconds: by contestant, CPU and wall-clock seconds a step, for each round.
+    """
+
+    seconds: dict[str, list[tuple[float, float]]]
+
+    def ratio(
+        self, case: str, ours: str, peer: str, *, target: float | None = None, note: str | None = None
+    ) -> Ratio:
+        """One contestant against another."""
+        rounds = list(zip(self.seconds[ours], self.seconds[peer], strict=True))
+        quartiles = statistics.quantiles([own[0] / other[0] for own, other in rounds], n=4)
+        if note is None:
+            note = f"target {target:.3g}" if target is not None else ""
+            case = f"{case}: {ours} / {peer}"
+        return Ratio(
+            case,
+            statistics.median(own[0] for own, _ in rounds),
+            statistics.median(other[0] for _, other in rounds),
+            quartiles[1],
+            quartiles[2] - quartiles[0],
+            statistics.median(own[1] / other[1] for own, other in rounds),
+            note,
+        )
+
+
+def take_turns(
+    contestants: dict[str, tuple[Callable[[], Any], int]], seconds: float, *, block: int | None = None
+) -> Turns:
+    """Run blocks of all contestants in turns.
+
+    Args:
+        contestants: by name, what to call, and for how many steps a call counts.
+        seconds: about how long to go on.
+        block: calls a turn; by default as many as take some 50 ms, after two to warm up.
+    """
+    blocks = {}
+    for name, (run, _) in contestants.items():
+        if block is None:
+            run()
+        blocks[name] = block or max(1, round(0.05 / _time(run, 1)[1]))
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(rounds) < 3:
-        rounds.append((*_time(ours, block), *_time(peer, block)))
-    cpu = [ours_cpu / peer_cpu for ours_cpu, _, peer_cpu, _ in rounds]
-    quartiles = statistics.quantiles(cpu, n=4)
-    return Ratio(
-        case,
-        statistics.median(r[0] for r in rounds) / block,
-        statistics.median(r[2] for r in rounds) / block,
-        quartiles[1],
-        quartiles[2] - quartiles[0],
-        statistics.median(r[1] / r[3] for r in rounds),
-        note(),
-    )
+    while time.perf_counter() < end or len(taken[next(iter(taken))]) < 3:
+        for name, (run, steps) in contestants.items():
+            cpu, wall = _time(run, blocks[name])
+            taken[name].append((cpu / blocks[name] / steps, wall / blocks[name] / steps))
+    return Turns(taken)
 
 
 def _time(step: Callable[[], Any], block: int) -> tuple[float, float]:
@@ -91,7 +132,7 @@ def show(rows: list[Ratio]) -> None:
     print(f"{'case':{width}}  {'ours ms':>8} {'peer ms':>8} {'ratio':>6} {'iqr':>5} {'wall':>6}")
     for row in rows:
         print(
-            f"{row.case:{width}}  {1e3 * row.ours:8.2f} {1e3 * row.peer:8.2f} {row.ratio:6.2f} "
+            f"{row.case:{width}}  {1e3 * row.ours:8.4f} {1e3 * row.peer:8.4f} {row.ratio:6.3f} "
             f"{row.spread:5.2f} {row.wall:6.2f}  {row.note}"
         )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_sym.errors import DivergenceError
 from pyro_sym.infer.fused import FusedSteps, block_length
-from pyro_sym.infer.gradient import ChainGradient, potential_on
+from pyro_sym.infer.gradient import ChainGradient, chain_by_chain, potential_on
 from pyro_sym.infer.minibatch import Loader, Minibatch, PlateRows
 from pyro_sym.infer.potential import Potential
 from pyro_sym.infer.preconditioners import rescale_momentum
@@ -248,7 +248,7 @@ class Chains:
     ) -> None:
         """Find chains with values that are not finite, and raise or note them."""
         # A sum is half the price of isfinite().all() and can only err on the side of caution, by overflow.
-        if values.sum().isfinite():
+        if math.isfinite(values.sum().item()):
             return
         finite = values.reshape(len(values), -1).isfinite().all(-1)
         for chain in (~finite).nonzero().flatten().tolist():
@@ -334,7 +334,7 @@ class Recorder:
         chains: the chains whose draws are kept.
     """
 
-    BLOCK_DRAWS, BLOCK_NUMEL = 256, 2**18
+    BLOCK_DRAWS, BLOCK_NUMEL = 256, 2**16
 
     def __init__(self, chains: Chains) -> None:
         self._chains = chains
@@ -364,9 +364,9 @@ class Recorder:
     def _flush(self) -> None:
         if not self._pending:
             return
-        energy, *parts = (torch.stack(several) for several in zip(*self._pending, strict=True))
+        energy, *parts = (_stack(several) for several in zip(*self._pending, strict=True))
         energy = energy.double()
-        block = thermometers(*parts, sizes=self._chains.potential.sizes)
+        block = self._thermometers(parts)
         block |= {"lp": -energy, "potential_energy": energy, "energy": energy}
         if "kinetic_temperature" in block:
             block["energy"] = energy + block["kinetic_temperature"] * self._chains.potential.size / 2
@@ -376,3 +376,17 @@ class Recorder:
         for name, values in block.items():
             self._blocks.setdefault(name, []).append(values)
         self._pending, self._settings = [], []
+
+    def _thermometers(self, parts: list[Tensor]) -> dict[str, Tensor]:
+        sizes = self._chains.potential.sizes
+        if not chain_by_chain(self._chains.position):
+            return thermometers(*parts, sizes=sizes)
+        each = [
+            thermometers(*chain, sizes=sizes) for chain in zip(*(p.unbind(1) for p in parts), strict=True)
+        ]
+        return {name: torch.stack([one[name] for one in each], 1) for name in each[0]}
+
+
+def _stack(tensors: tuple[Tensor, ...]) -> Tensor:
+    """``torch.stack`` that copies nothing where there is one: it may be large."""
+    return torch.stack(tensors) if len(tensors) > 1 else tensors[0].unsqueeze(0)

@@ -31,12 +31,15 @@ from pyro_sym.infer.graph import (
 from pyro_sym.infer.minibatch import Minibatch, draw_indices
 from pyro_sym.infer.potential import Potential
 
-__all__ = ["ChainGradient", "Gradient", "Jit", "potential_on"]
+__all__ = ["ChainGradient", "Gradient", "Jit", "chain_by_chain", "potential_on"]
 
 Jit = Literal["auto", "eager", "trace", "compile"]
 
 ChainGradient = Callable[[Tensor, Minibatch], tuple[Tensor, Tensor]]
 """From positions ``(C, d)`` and a minibatch to energies ``(C,)`` and gradients ``(C, d)``."""
+
+# Chains of more values than this are worked on one after the other.
+LARGE = 50_000
 
 _Mode = Literal["eager", "trace", "compile"]
 
@@ -108,6 +111,8 @@ class Gradient:
         """
         if self.mode == "eager":
             return self.eager(position, minibatch)
+        if chain_by_chain(position):
+            return self._one_by_one(position, minibatch)
         if minibatch.args is None:
             tensors = list(minibatch.indices.values())
             key: Any = (position.shape, *minibatch.indices, *[i.shape for i in tensors])
@@ -120,6 +125,13 @@ class Gradient:
             return self(position, minibatch)
         with torch.no_grad():
             return cast(tuple[Tensor, Tensor], run(position, *tensors))
+
+    def _one_by_one(self, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
+        energy, gradient = position.new_empty(len(position)), torch.empty_like(position)
+        for chain in range(len(position)):
+            one = slice(chain, chain + 1)
+            energy[one], gradient[one] = self(position[one], _chain(minibatch, chain))
+        return energy, gradient
 
     def eager(self, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
         """The same by running the model once a chain: the reference that the graph is held to."""
@@ -293,6 +305,11 @@ class _Reference:
                         f"{deviation:.1g}, relative): the model branches on values or indices, or isn't "
                         "deterministic"
                     )
+
+
+def chain_by_chain(position: Tensor) -> bool:
+    """Whether chains are so large that one after the other they take less memory, and no more time."""
+    return len(position) > 1 and position.shape[1] > LARGE
 
 
 def _tolerance(wanted: Tensor) -> float:

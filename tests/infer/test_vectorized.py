@@ -14,6 +14,7 @@ from pyro.infer import MCMC
 from torch import Tensor
 
 from pyro_sym.errors import DivergenceError
+from pyro_sym.infer import gradient
 from pyro_sym.infer.chains import Chains
 from pyro_sym.infer.kernels import (
     BAOA,
@@ -121,6 +122,16 @@ def test_chains_start_from_constrained_values_as_well() -> None:
     by_params = run(kernel, num_samples=2, num_chains=3, initial_params=starts)
     by_values = run(kernel, num_samples=2, num_chains=3, initial_values=values)
     torch.testing.assert_close(by_params.get_samples(), by_values.get_samples())
+
+
+def test_large_chains_one_after_the_other_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.randn(20), torch.randn(20)
+    options: dict[str, Any] = {"num_samples": 6, "num_chains": 3, "thinning": 2}
+    together = run(BAOA(regression, step_size=0.01), *data, **options)
+    monkeypatch.setattr(gradient, "LARGE", 1)
+    apart = run(BAOA(regression, step_size=0.01), *data, **options)
+    torch.testing.assert_close(apart.get_samples(), together.get_samples())
+    torch.testing.assert_close(*(m.diagnostics()["sample_stats"]["chain 2"] for m in (apart, together)))
 
 
 # --- minibatches --------------------------------------------------------------------------------------------
