@@ -225,8 +225,7 @@ class Potential:
 
 
 class _ContinuousOnly:
-    """Applies an initialisation strategy where it can be: Pyro's own ones refuse discrete supports, and most
-    draw from the site to see its shape, which an improper distribution can't be."""
+    """Applies an initialisation strategy where it works; Pyro's refuse discrete and improper sites."""
 
     def __init__(self, init_strategy: Callable[[Any], Tensor]) -> None:
         self.init_strategy = init_strategy

@@ -90,14 +90,13 @@ class Diagonal(Preconditioner):
         G_i = v_i,
 
     so that ``step_size`` counts in standard deviations :math:`\sqrt{v_i}`. As :math:`G` is a constant, the
-    target stays :math:`\exp(-U / T)` however rough the :math:`v_i` are. Good ones are variances in a pilot run,
-    or :math:`1 / H_{ii}` with :math:`H` the Hessian of the potential energy at a mode; for the latter the
-    curvature that bounds the step size is that of :math:`\partial_{ij} U \sqrt{v_i v_j}`, at most :math:`d`.
+    target stays :math:`\exp(-U / T)` however rough the :math:`v_i` are. Good ones are variances in a pilot
+    run, or :math:`1 / H_{ii}` with :math:`H` the Hessian of the potential energy at a mode; the curvatures that
+    bound the step size are then the eigenvalues of :math:`H_{ij} \sqrt{v_i v_j}`, at most :math:`d`.
 
     Args:
-        variances: :math:`v_i > 0`, a number for each unconstrained value, in the order of
-            :attr:`Potential.shapes <pyro_sym.infer.potential.Potential>`; its ``flatten`` makes them of values
-            by site.
+        variances: :math:`v_i > 0`, a number for each unconstrained value, in the order of ``shapes`` of
+            :class:`~pyro_sym.infer.potential.Potential`; its ``flatten`` makes them of values by site.
 
     Raises:
         ValueError: if a variance is not a finite number above 0, or, at the start of a run, if there are not
@@ -127,8 +126,8 @@ class Diagonal(Preconditioner):
         _check_segments(position, segments)
         if len(self.variances) != position.shape[-1]:
             raise ValueError(
-                f"variances has {len(self.variances)} numbers, but there are {position.shape[-1]} unconstrained "
-                f"values, {tuple(segments)} by site; pass one for each"
+                f"variances has {len(self.variances)} numbers, but there are {position.shape[-1]} "
+                f"unconstrained values, {tuple(segments)} by site; pass one for each"
             )
         return {"inverse_mass": position.new_tensor(self.variances)}
 

@@ -152,9 +152,7 @@ def _logearn_interaction_z() -> Posterior:
     data = _data("earnings")
     z, male = (data["height"] - data["height"].mean()) / data["height"].std(), data["male"]
     x = torch.stack([torch.ones_like(z), z, male, z * male], -1)
-    return _regression(
-        "earnings", "logearn_interaction_z", x, data["earn"].log(), flat(4), flat_positive()
-    )
+    return _regression("earnings", "logearn_interaction_z", x, data["earn"].log(), flat(4), flat_positive())
 
 
 def _blr() -> Posterior:
@@ -198,9 +196,7 @@ def _eight_schools_noncentered() -> Posterior:
             "tau": tau,
         }
 
-    return Posterior(
-        model, (data["y"], data["sigma"]), "eight_schools-eight_schools_noncentered", quantities
-    )
+    return Posterior(model, (data["y"], data["sigma"]), "eight_schools-eight_schools_noncentered", quantities)
 
 
 def _hmm_example() -> Posterior:
