@@ -34,6 +34,7 @@ import pyro
 import torch
 from torch import Tensor
 
+from pyro_sym.errors import DivergenceError
 from pyro_sym.infer.control_variate import FullGradient, find_mode
 from pyro_sym.infer.gradient import Gradient
 from pyro_sym.infer.kernels import (
@@ -122,11 +123,14 @@ def sample(
         num_chains=setting.chains,
         thinning=setting.thinning,
         initial_params=potential.unflatten(start),
+        on_divergence="mask",
         disable_progbar=True,
     )
     begin = time.perf_counter()
     run.run(*posterior.args, **({} if subsample_size is None else {"subsample_size": subsample_size}))
     seconds = time.perf_counter() - begin
+    if run.diverged:
+        raise DivergenceError(f"{len(run.diverged)} of {setting.chains} chains diverged")
     return posterior.compare(run.get_samples(group_by_chain=True)), seconds
 
 
@@ -164,7 +168,10 @@ def full_data(names: list[str], kernels: list[str], seeds: int) -> Iterator[str]
             ):  # a step moves by h, where those with momentum do by h^2 / 2
                 setting = replace(setting, step_size=setting.step_size**2 / 2)
             for seed in range(seeds):
-                yield row(name, setting, *sample(posterior, setting, mode, hessian, seed), 0.1, 0.05)
+                try:
+                    yield row(name, setting, *sample(posterior, setting, mode, hessian, seed), 0.1, 0.05)
+                except DivergenceError as error:
+                    yield f"{name:26} {setting.kernel:20} {setting.step_size:6.3g} MISS: {error}"
 
 
 #: On 5 % minibatches: the largest of the step sizes, how often it halves, and what goes with it.

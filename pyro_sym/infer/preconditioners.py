@@ -91,8 +91,8 @@ class Diagonal(Preconditioner):
 
     so that ``step_size`` counts in standard deviations :math:`\sqrt{v_i}`. As :math:`G` is a constant, the
     target stays :math:`\exp(-U / T)` however rough the :math:`v_i` are. Good ones are variances in a pilot
-    run, or :math:`1 / H_{ii}` with :math:`H` the Hessian of the potential energy at a mode; the curvatures that
-    bound the step size are then the eigenvalues of :math:`H_{ij} \sqrt{v_i v_j}`, at most :math:`d`.
+    run, or :math:`1 / H_{ii}` with :math:`H` the Hessian of the potential energy at a mode; the curvatures
+    that bound the step size are then the eigenvalues of :math:`H_{ij} \sqrt{v_i v_j}`, at most :math:`d`.
 
     Args:
         variances: :math:`v_i > 0`, a number for each unconstrained value, in the order of ``shapes`` of

@@ -80,7 +80,7 @@ def test_a_symmetric_mixture_from_anywhere_relabelled() -> None:
     run = VectorizedMCMC(
         kernel(posterior, FULL["low_dim_gauss_mix"], hessian.diagonal()),
         num_samples=100,
-        warmup_steps=70,
+        warmup_steps=150,
         num_chains=24,
         thinning=4,
         initial_values=starts,
