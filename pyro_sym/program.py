@@ -25,7 +25,7 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-__all__ = ["LatentSite", "Program", "SubsampledPlate", "in_subsampled_plate", "init_to_prior"]
+__all__ = ["LatentSite", "Program", "SubsampledPlate", "in_subsampled_plate", "init_to_prior", "uniform_draw"]
 
 Values = Mapping[str, Tensor]
 
@@ -92,9 +92,13 @@ def init_to_prior(site: Any) -> Tensor:
     try:
         return site["fn"].sample().detach()
     except NotImplementedError:
-        fn = site["fn"]
-        shape = fn.batch_shape + fn.event_shape
-        return biject_to(fn.support)(4 * torch.rand(shape) - 2)
+        return uniform_draw(site["fn"])
+
+
+def uniform_draw(fn: Any) -> Tensor:
+    """Draw uniformly on (-2, 2) in unconstrained space, without a draw of the distribution."""
+    bijection = biject_to(fn.support)
+    return bijection(4 * torch.rand(bijection.inverse_shape(fn.shape())) - 2)
 
 
 class Program:

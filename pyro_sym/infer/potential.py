@@ -13,7 +13,7 @@ from torch.distributions import biject_to
 from torch.distributions.transforms import IndependentTransform, Transform, identity_transform
 
 from pyro_sym.infer.minibatch import draw_indices
-from pyro_sym.program import Program, Values
+from pyro_sym.program import Program, Values, uniform_draw
 
 __all__ = ["Potential"]
 
@@ -225,7 +225,7 @@ class Potential:
 
 
 class _ContinuousOnly:
-    """Applies an initialisation strategy to continuous sites; Pyro's own ones refuse discrete supports."""
+    """Applies an initialisation strategy where it works; Pyro's refuse discrete and improper sites."""
 
     def __init__(self, init_strategy: Callable[[Any], Tensor]) -> None:
         self.init_strategy = init_strategy
@@ -233,7 +233,10 @@ class _ContinuousOnly:
     def __call__(self, site: Any) -> Tensor:
         if site["fn"].support.is_discrete:
             return site["fn"].sample()
-        return self.init_strategy(site)
+        try:
+            return self.init_strategy(site)
+        except NotImplementedError:
+            return uniform_draw(site["fn"])
 
 
 def _is_identity(bijection: Transform) -> bool:

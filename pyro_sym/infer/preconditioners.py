@@ -1,4 +1,4 @@
-r"""How fast each coordinate moves: inverse masses :math:`G` learnt from gradients.
+r"""How fast each coordinate moves: inverse masses :math:`G`, given or learnt from gradients.
 
 A preconditioner is a rule without state; its state is a dict of tensors that the chain carries along.
 Positions and gradients have shape ``(C, d)``, a row a chain, whose coordinates are those of the sites one
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Identity", "PerSite", "Preconditioner", "RMSprop", "rescale_momentum"]
+__all__ = ["Diagonal", "Identity", "PerSite", "Preconditioner", "RMSprop", "rescale_momentum"]
 
 State = Mapping[str, Tensor]
 
@@ -75,6 +75,69 @@ class Identity(Preconditioner):
 
     def inverse_mass(self, state: State) -> None:
         """Return None: the inverse mass is 1."""
+
+    def is_fixed(self, warming_up: bool) -> bool:
+        """Return True."""
+        return True
+
+
+@dataclass(frozen=True)
+class Diagonal(Preconditioner):
+    r"""One number a coordinate, given by the user: a rough idea of the variances of the target.
+
+    .. math::
+
+        G_i = v_i,
+
+    so that ``step_size`` counts in standard deviations :math:`\sqrt{v_i}`. As :math:`G` is a constant, the
+    target stays :math:`\exp(-U / T)` however rough the :math:`v_i` are. Good ones are variances in a pilot
+    run, or :math:`1 / H_{ii}` with :math:`H` the Hessian of the potential energy at a mode; the curvatures
+    that bound the step size are then the eigenvalues of :math:`H_{ij} \sqrt{v_i v_j}`, at most :math:`d`.
+
+    Args:
+        variances: :math:`v_i > 0`, a number for each unconstrained value, in the order of ``shapes`` of
+            :class:`~pyro_sym.infer.potential.Potential`; its ``flatten`` makes them of values by site.
+
+    Raises:
+        ValueError: if a variance is not a finite number above 0, or, at the start of a run, if there are not
+            as many as unconstrained values.
+
+    Example:
+        >>> rule = Diagonal(torch.tensor([4.0, 0.25, 1.0]))
+        >>> rule.inverse_mass(rule.init(torch.zeros(1, 3), segments=[1, 2]))
+        tensor([4.0000, 0.2500, 1.0000])
+    """
+
+    variances: Sequence[float] | Tensor
+
+    def __post_init__(self) -> None:
+        numbers = torch.as_tensor(self.variances, dtype=torch.float64)
+        wrong = ~((numbers > 0) & (numbers < math.inf))
+        if numbers.dim() != 1 or wrong.any():
+            shown = f"has shape {tuple(numbers.shape)}"
+            if numbers.dim() == 1:
+                first = int(wrong.nonzero()[0])
+                shown = f"has {numbers[first].item()} at coordinate {first}"
+            raise ValueError(f"variances {shown}; pass a vector of finite numbers > 0")
+        object.__setattr__(self, "variances", tuple(numbers.tolist()))  # which is immutable, and compares
+
+    def init(self, position: Tensor, segments: Sequence[int]) -> dict[str, Tensor]:
+        """Return a state of the inverse mass."""
+        _check_segments(position, segments)
+        if len(self.variances) != position.shape[-1]:
+            raise ValueError(
+                f"variances has {len(self.variances)} numbers, but there are {position.shape[-1]} "
+                f"unconstrained values, {tuple(segments)} by site; pass one for each"
+            )
+        return {"inverse_mass": position.new_tensor(self.variances)}
+
+    def update(self, state: State, gradient: Tensor, warming_up: bool) -> dict[str, Tensor]:
+        """Return the state."""
+        return dict(state)
+
+    def inverse_mass(self, state: State) -> Tensor:
+        """Return the inverse mass, of shape ``(d,)``."""
+        return state["inverse_mass"]
 
     def is_fixed(self, warming_up: bool) -> bool:
         """Return True."""

@@ -278,3 +278,26 @@ def test_construction_leaves_the_generator_alone() -> None:
     before = torch.get_rng_state()
     Potential(subsampled_model, (2, torch.ones(5)))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("support", "shape"),
+    [(constraints.positive, (3,)), (constraints.real_vector, (3,)), (constraints.simplex, (2,))],
+)
+def test_improper_priors_are_flat_and_have_starting_points(
+    support: constraints.Constraint, shape: tuple[int, ...]
+) -> None:
+    """Pyro's strategies draw from a site to see its shape, which such a site refuses."""
+    batch, event = ((3,), ()) if support.event_dim == 0 else ((), (3,))
+
+    def model() -> None:
+        x = pyro.sample("x", dist.ImproperUniform(support, batch, event).to_event(1 - support.event_dim))
+        pyro.factor("linear", x.sum())
+
+    potential = Potential(model)
+    start = potential.initial()
+    assert start["x"].shape == shape and (start["x"].abs() < 2).all()
+    transform = potential.transforms["x"]
+    values = potential.constrain(start)["x"]
+    log_det = transform.log_abs_det_jacobian(values, start["x"]).sum()
+    torch.testing.assert_close(potential(start), log_det - values.sum())

@@ -12,10 +12,17 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_sym.infer.dynamics import baoa, sgld
-from pyro_sym.infer.preconditioners import Identity, PerSite, Preconditioner, RMSprop, rescale_momentum
+from pyro_sym.infer.preconditioners import (
+    Diagonal,
+    Identity,
+    PerSite,
+    Preconditioner,
+    RMSprop,
+    rescale_momentum,
+)
 from tests.conftest import Z_LIMIT
 
-RULES = [Identity(), PerSite(), RMSprop()]
+RULES = [Identity(), Diagonal((1.0, 2.0, 0.5, 3.0, 1e-6)), PerSite(), RMSprop()]
 IDS = [type(rule).__name__ for rule in RULES]
 
 
@@ -65,6 +72,58 @@ def test_a_step_with_one_can_be_traced(rule: Preconditioner) -> None:
         torch.testing.assert_close(moved, expected, rtol=0, atol=0)
         assert all(torch.equal(after[name], traced_after[name]) for name in after)
         position, state = moved, after
+
+
+# --- diagonal -----------------------------------------------------------------------------------------------
+
+
+def test_diagonal_is_what_was_given_in_the_dtype_of_the_chain() -> None:
+    variances = torch.tensor([2.0, 1e-8, 3.0], dtype=torch.float64)
+    for rule in (Diagonal(variances), Diagonal(variances.tolist())):
+        G = rule.inverse_mass(rule.init(normal(4, 3), (1, 2)))
+        assert G.dtype == torch.float64 and torch.equal(G, variances)
+
+
+def test_diagonal_makes_badly_scaled_coordinates_alike() -> None:
+    """With v = 1 / curvature, a step from the same point and noise in sd is the same step in all of them."""
+    curvature = torch.tensor([1e-4, 1.0, 1e6], dtype=torch.float64)
+    rule = Diagonal(1 / curvature)
+    sd = curvature.rsqrt()
+    u, m, xi = (normal(4, 1).expand(4, 3) for _ in range(3))
+    G = rule.inverse_mass(rule.init(u, (3,)))
+    position, momentum = baoa(
+        u * sd,
+        m / sd,
+        curvature * u * sd,
+        xi,
+        step_size=0.5,
+        friction=1.0,
+        temperature=1.0,
+        inverse_mass=G,
+    )
+    for values in (position / sd, momentum * sd):
+        torch.testing.assert_close(values, values[:, :1].expand(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("variances", "message"),
+    [
+        ([1.0, 0.0], "has 0.0 at coordinate 1"),
+        ([math.nan, 1.0], "has nan at coordinate 0"),
+        ([math.inf], "has inf at coordinate 0"),
+        ([[1.0, 2.0]], r"has shape \(1, 2\)"),
+    ],
+)
+def test_diagonal_refuses_what_is_no_variance(variances: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"variances {message}; pass a vector of finite numbers > 0"):
+        Diagonal(variances)
+
+
+def test_diagonal_wants_one_a_coordinate() -> None:
+    with pytest.raises(
+        ValueError, match=r"variances has 2 numbers, but there are 3 unconstrained values, \(1, 2\) by"
+    ):
+        Diagonal([1.0, 2.0]).init(normal(4, 3), (1, 2))
 
 
 # --- per site -----------------------------------------------------------------------------------------------
