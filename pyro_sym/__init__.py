@@ -17,7 +17,7 @@ from pyro_sym.infer.kernels import (
     StochasticGradientKernel,
 )
 from pyro_sym.infer.potential import Potential
-from pyro_sym.infer.preconditioners import PerSite, RMSprop
+from pyro_sym.infer.preconditioners import Diagonal, PerSite, RMSprop
 from pyro_sym.infer.schedules import Constant, Cyclical, Polynomial
 from pyro_sym.infer.temperature import kinetic_band
 from pyro_sym.infer.vectorized import VectorizedMCMC, deep_ensemble
@@ -33,6 +33,7 @@ __all__ = [
     "AutoSymmetrizedNormal",
     "Constant",
     "Cyclical",
+    "Diagonal",
     "DivergenceError",
     "LeimkuhlerMatthews",
     "NoDensityError",
