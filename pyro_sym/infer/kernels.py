@@ -779,8 +779,8 @@ class SGNHT(StochasticGradientKernel):
         step_size: :math:`h > 0`; a number, or a function of the step.
         friction: :math:`\gamma \ge 0`, per unit of time: that for which noise is injected.
         thermostats: ``"global"`` for one in all, ``"site"`` for one a site. The fewer coordinates one has,
-            the more it fluctuates, and with it the stable step size, :math:`h^2 \lambda < 4 - 2 \zeta h`: take
-            smaller steps than with :class:`BAOA`, and one a site only where sites are large.
+            the more it fluctuates, and with it the stable step size, :math:`h^2 \lambda < 4 - 2 \zeta h`:
+            take smaller steps than with :class:`BAOA`, and one a site only where sites are large.
         **options: what every kernel takes (:class:`StochasticGradientKernel`).
 
     Raises:
