@@ -94,7 +94,7 @@ def sgld(
     variance = _overdamped_variance(step_size, temperature, inverse_mass, noise_estimate)
     spread = _spread(variance, step_size, temperature, noise_estimate)
     # theta <- theta - h G grad U(theta) + sqrt(2 h T G - (h G)^2 B) xi
-    return position - step_size * inverse_mass * gradient + spread * noise
+    return _plus(_plus(position, -step_size * inverse_mass, gradient), spread, noise)
 
 
 def averaged_langevin(
@@ -148,7 +148,8 @@ def averaged_langevin(
     variance = _overdamped_variance(step_size, temperature, inverse_mass, noise_estimate)
     half_spread = _spread(variance, step_size, temperature, noise_estimate) / 2
     # theta <- theta - h G grad U(theta) + sqrt(2 h T G - (h G)^2 B) (xi' + xi) / 2
-    position = position - step_size * inverse_mass * gradient + half_spread * (previous_noise + noise)
+    position = _plus(position, -step_size * inverse_mass, gradient)
+    position = _plus(position, half_spread, previous_noise + noise)
     return position, noise
 
 
@@ -207,9 +208,10 @@ def sghmc(
     variance = _sghmc_variance(step_size, friction, temperature, inverse_mass, noise_estimate)
     spread = _spread(variance, step_size, temperature, noise_estimate)
     # m <- (1 - gamma h) m - h grad U(theta) + sqrt(2 gamma h T / G - h^2 B) xi
-    momentum = (1 - friction * step_size) * momentum - step_size * gradient + spread * noise
+    momentum = _plus((1 - friction * step_size) * momentum, -step_size, gradient)
+    momentum = _plus(momentum, spread, noise)
     # theta <- theta + h G m
-    position = position + step_size * inverse_mass * momentum
+    position = _plus(position, step_size * inverse_mass, momentum)
     return position, momentum
 
 
@@ -283,13 +285,13 @@ def baoa(
     variance = _baoa_variance(step_size, friction, temperature, inverse_mass, noise_estimate)
     spread = _spread(variance, step_size, temperature, noise_estimate)
     # B: m <- m - h grad U(theta)
-    momentum = momentum - step_size * gradient
+    momentum = _plus(momentum, -step_size, gradient)
     # A: theta <- theta + h/2 G m
-    position = position + half * inverse_mass * momentum
+    position = _plus(position, half * inverse_mass, momentum)
     # O: m <- c m + sqrt((1 - c^2) T / G - ((1 + c) h / 2)^2 B) xi
-    momentum = decay * momentum + spread * noise
+    momentum = _plus(decay * momentum, spread, noise)
     # A: theta <- theta + h/2 G m
-    position = position + half * inverse_mass * momentum
+    position = _plus(position, half * inverse_mass, momentum)
     return position, momentum
 
 
@@ -371,9 +373,9 @@ def sgnht(
     # m <- (1 - zeta h) m - h grad U(theta) + sqrt(2 gamma h T / G) xi
     before = momentum
     damping = 1 - step_size * _spread_over(thermostat, sizes)
-    momentum = damping * momentum - step_size * gradient + spread * noise
+    momentum = _plus(_plus(damping * momentum, -step_size, gradient), spread, noise)
     # theta <- theta + h G m
-    position = position + step_size * inverse_mass * momentum
+    position = _plus(position, step_size * inverse_mass, momentum)
     # zeta <- zeta + h (mean G m^2 - T), m half way through the first line
     kinetic = inverse_mass * ((before + momentum) / 2) ** 2
     thermostat = thermostat + step_size * (_mean_over(kinetic, sizes) - temperature)
@@ -521,6 +523,13 @@ def check_noise_estimate(dynamics: Callable[..., Any], **arguments: Scalar) -> N
         estimate, variance = torch.broadcast_tensors(estimate, variance)
         worst = variance.argmin()
         _refuse(float(variance.flatten()[worst]), full["step_size"], float(estimate.flatten()[worst]))
+
+
+def _plus(tensor: Tensor, factor: Scalar, other: Tensor) -> Tensor:
+    """``tensor + factor * other``, in one pass over memory where the factor is a number."""
+    if isinstance(factor, Tensor):
+        return tensor + factor * other
+    return torch.add(tensor, other, alpha=factor)
 
 
 def _overdamped_variance(
