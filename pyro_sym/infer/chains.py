@@ -92,7 +92,8 @@ class Chains:
         self.energy = position.new_full((len(position),), math.nan)
         self.gradient = torch.zeros_like(position)
         with _quiet():
-            self.state = kernel.initial_state(position, self._noise(), self.temperature, self._mass, sizes)
+            parts = kernel.initial_state(position, self._noise(), self.temperature, self._mass, sizes)
+            self.state = tuple(part.contiguous() for part in parts)
             self._arrive(self.state, warming_up=True)
 
     @property
@@ -136,16 +137,30 @@ class Chains:
     ) -> None:
         self.step_size = self.kernel.step_size_at(self.step)
         self.temperature = self.kernel.temperature_at(self.step)
-        state = self.kernel.move(
-            self.state,
-            self.gradient,
-            self._noise() if noise is None else noise,
-            step_size=self.step_size,
-            temperature=self.temperature,
-            inverse_mass=self._mass,
-        )
+        noise = self._noise() if noise is None else noise
+        # Old and new states side by side are for chains that may have to stay behind, or that are small.
+        if self.on_divergence == "raise" and chain_by_chain(*self.position.shape):
+            for chain in range(len(self.position)):
+                one = slice(chain, chain + 1)
+                for whole, part in zip(self.state, self._moved(noise[one], one), strict=True):
+                    whole[one] = part
+            state = self.state
+        else:
+            state = self._moved(noise, slice(None))
+        del noise
         self._arrive(state, warming_up, minibatch)
         self.step += 1
+
+    def _moved(self, noise: Tensor, chains: slice) -> State:
+        mass = self._mass
+        return self.kernel.move(
+            tuple(part[chains] for part in self.state),
+            self.gradient[chains],
+            noise,
+            step_size=self.step_size,
+            temperature=self.temperature,
+            inverse_mass=mass[chains] if isinstance(mass, Tensor) and mass.dim() == 2 else mass,
+        )
 
     def _compiles(self, warming_up: bool) -> bool:
         """Whether steps can be taken by compiled code: it looks at nothing between them."""
@@ -222,6 +237,8 @@ class Chains:
         # A model may fail in ways of its own at a position that is not finite: look before it is evaluated.
         self._look_at("position", state[0])
         state = self._hold_diverged(state, self.state)
+        if self.on_divergence == "raise":  # nothing to go back to: free what would be kept for that
+            self.state, self.gradient = state, self._noiseless
         energy, gradient = self._evaluate(state[0], minibatch)
         self._look_at("gradient", gradient)
         self._look_at("log probability", energy, state[0], minibatch)
@@ -353,7 +370,8 @@ class Recorder:
         self._pending.append(parts)
         self._settings.append((chains.step_size, chains.temperature))
         draws = len(self._pending)
-        if draws >= self.BLOCK_DRAWS or draws * chains.position.numel() >= self.BLOCK_NUMEL:
+        full = draws >= self.BLOCK_DRAWS or draws * chains.position.numel() >= self.BLOCK_NUMEL
+        if full or chain_by_chain(*chains.position.shape):  # whose tensors are written over by the next step
             self._flush()
 
     def statistics(self) -> dict[str, Tensor]:
@@ -379,7 +397,7 @@ class Recorder:
 
     def _thermometers(self, parts: list[Tensor]) -> dict[str, Tensor]:
         sizes = self._chains.potential.sizes
-        if not chain_by_chain(self._chains.position):
+        if not chain_by_chain(*self._chains.position.shape):
             return thermometers(*parts, sizes=sizes)
         each = [
             thermometers(*chain, sizes=sizes) for chain in zip(*(p.unbind(1) for p in parts), strict=True)

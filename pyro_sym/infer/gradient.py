@@ -111,7 +111,7 @@ class Gradient:
         """
         if self.mode == "eager":
             return self.eager(position, minibatch)
-        if chain_by_chain(position):
+        if chain_by_chain(*position.shape):
             return self._one_by_one(position, minibatch)
         if minibatch.args is None:
             tensors = list(minibatch.indices.values())
@@ -307,9 +307,9 @@ class _Reference:
                     )
 
 
-def chain_by_chain(position: Tensor) -> bool:
-    """Whether chains are so large that one after the other they take less memory, and no more time."""
-    return len(position) > 1 and position.shape[1] > LARGE
+def chain_by_chain(num_chains: int, size: int) -> bool:
+    """Whether chains of so many values are worked on one after the other: it takes less memory."""
+    return num_chains > 1 and size > LARGE
 
 
 def _tolerance(wanted: Tensor) -> float:

@@ -20,7 +20,7 @@ from pyro_sym.infer import dynamics
 from pyro_sym.infer.chains import Chains, Recorder, State
 from pyro_sym.infer.control_variate import ControlVariate, FullGradient, find_mode
 from pyro_sym.infer.fused import FusedSteps
-from pyro_sym.infer.gradient import Gradient, Jit
+from pyro_sym.infer.gradient import Gradient, Jit, chain_by_chain
 from pyro_sym.infer.minibatch import Loader, PlateRows
 from pyro_sym.infer.potential import Potential
 from pyro_sym.infer.preconditioners import Identity, Preconditioner
@@ -93,7 +93,8 @@ class StochasticGradientKernel(MCMCKernel):
             (:mod:`pyro_sym.infer.preconditioners`).
         jit: ``"eager"`` runs the model at each step; ``"trace"`` runs its operations, recorded once;
             ``"compile"`` compiles several steps into one call, which takes some ten seconds the first time
-            and wants a C++ compiler; ``"auto"`` traces where that can be done and shown to be right.
+            and wants a C++ compiler (with batches, control variates or several large chains it compiles the
+            gradient alone); ``"auto"`` traces where that can be done and shown to be right.
 
     Attributes:
         initial_params: unconstrained values by site that chains start from. Set them before the run (``MCMC``
@@ -254,7 +255,8 @@ class StochasticGradientKernel(MCMCKernel):
             _check_sites(initial_values, potential, "initial values")
             initial_params = potential.unconstrain(initial_values)
         # Compiled code takes blocks of steps where it can; what is left is too little to compile.
-        fuses = self.jit == "compile" and self.batches is None and self.gradient == "plain"
+        small = not chain_by_chain(num_chains, potential.size)
+        fuses = self.jit == "compile" and small and self.batches is None and self.gradient == "plain"
         plain = Gradient(potential, jit="auto" if fuses else self.jit)
         position = _starting_points(plain, potential, source, num_chains, initial_params)
         centred = self._centred(plain, potential, source, position) if self.gradient != "plain" else plain
