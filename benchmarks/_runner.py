@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import resource
 import statistics
 import subprocess
 import time
@@ -150,3 +151,16 @@ def _provenance() -> dict[str, Any]:
         "machine": platform.processor() or platform.machine(),
         "packages": {name: version(name) for name in PACKAGES},
     }
+
+
+def peak_memory() -> float:
+    """Bytes of memory that this process had at most.
+
+    From ``/proc`` where there is one: what ``getrusage`` says begins with the peak of the process that started
+    this one.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return float(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

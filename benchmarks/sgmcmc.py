@@ -19,7 +19,6 @@ import argparse
 import gzip
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -35,7 +34,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
-from _runner import Ratio, save, show, take_turns
+from _runner import Ratio, peak_memory, save, show, take_turns
 from torch import Tensor, nn
 
 from pyro_sym.infer.gradient import Jit
@@ -382,7 +381,7 @@ def peak_of_chains(which: str, num_chains: int, jit: Jit) -> float:
     kernel = kernel_of(model, num_data, jit)
     mcmc = VectorizedMCMC(kernel, draws, warmup_steps=0, num_chains=num_chains, disable_progbar=True)
     mcmc.run()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
+    return peak_memory()
 
 
 PROBES: dict[str, Callable[..., float]] = {"first_draw": first_draw, "peak_of_chains": peak_of_chains}

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,7 +24,7 @@ import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
-from _runner import Ratio, compare, save, show
+from _runner import Ratio, compare, peak_memory, save, show
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from pyro.infer.autoguide.initialization import init_to_sample
@@ -155,7 +154,7 @@ def peak(symmetrised: bool) -> float:
     step = step_of(model, guide, batch, 1e-3)
     for _ in range(3):
         step()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30  # KiB on Linux
+    return peak_memory() / 2**30
 
 
 def peak_of_a_process(which: str) -> float:
