@@ -156,8 +156,7 @@ def _provenance() -> dict[str, Any]:
 def peak_memory() -> float:
     """Bytes of memory that this process had at most.
 
-    From ``/proc`` where there is one: what ``getrusage`` says begins with the peak of the process that started
-    this one.
+    From ``/proc`` where there is one: what ``getrusage`` says begins with the peak of the parent process.
     """
     status = Path("/proc/self/status")
     if status.exists():
