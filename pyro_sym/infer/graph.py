@@ -159,7 +159,10 @@ def simplify(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
     The graph is run once at ``inputs``, so that shapes and constants are known; it must be free of side
     effects.
     """
-    return _Simplifier(graph).run(inputs)
+    try:
+        return _Simplifier(graph).run(inputs)
+    except Exception as error:  # an operation that no rule foresaw: the model can still be run as it is
+        raise UntraceableError(f"its graph can't be simplified: {type(error).__name__}: {error}") from error
 
 
 class _Simplifier:

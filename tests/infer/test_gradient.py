@@ -14,6 +14,7 @@ from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_sym.infer import graph
 from pyro_sym.infer.gradient import Gradient, Jit
 from pyro_sym.infer.graph import UntraceableError
 from pyro_sym.infer.minibatch import Minibatch, draw_indices
@@ -319,3 +320,14 @@ def test_modes_that_need_no_fallback_do_not_warn() -> None:
     ]
     torch.testing.assert_close(results[0], results[2])
     torch.testing.assert_close(results[1], results[2])
+
+
+def test_an_operation_that_no_rule_foresaw_is_run_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, inputs: Any) -> None:
+        raise KeyError("aten.unheard_of")
+
+    monkeypatch.setattr(graph._Simplifier, "run", fail)
+    gradient = Gradient(Potential(lambda: pyro.sample("x", dist.Normal(0.0, 1.0))))
+    with pytest.warns(UserWarning, match=r"can't be simplified: KeyError: 'aten\.unheard_of'"):
+        energy, slope = gradient(torch.ones(1, 1), Minibatch())
+    assert gradient.mode == "eager" and slope.item() == 1.0
