@@ -37,17 +37,11 @@ from torch import Tensor
 from pyro_sym.errors import DivergenceError
 from pyro_sym.infer.control_variate import FullGradient, find_mode
 from pyro_sym.infer.gradient import Gradient
-from pyro_sym.infer.kernels import (
-    BAOA,
-    SGHMC,
-    SGLD,
-    SGNHT,
-    LeimkuhlerMatthews,
-    StochasticGradientKernel,
-)
+from pyro_sym.infer.kernels import BAOA, SGHMC, SGLD, SGNHT, LeimkuhlerMatthews
 from pyro_sym.infer.minibatch import PlateRows
 from pyro_sym.infer.potential import Potential
 from pyro_sym.infer.preconditioners import Diagonal
+from pyro_sym.infer.skeleton import StochasticGradientKernel
 from pyro_sym.infer.vectorized import VectorizedMCMC
 from tests.infer.posteriors import NAMES, Agreement, Posterior, load, worst
 

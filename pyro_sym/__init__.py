@@ -8,17 +8,11 @@ stochastic-gradient MCMC, and exports draws to ArviZ aligned modulo the symmetry
 from pyro_sym.errors import DivergenceError, NoDensityError, SymmetryError
 from pyro_sym.export import dataset, from_pyro, from_pyro_svi
 from pyro_sym.infer.autoguide import AutoSymmetrized, AutoSymmetrizedNormal, SymmetryGain
-from pyro_sym.infer.kernels import (
-    BAOA,
-    SGHMC,
-    SGLD,
-    SGNHT,
-    LeimkuhlerMatthews,
-    StochasticGradientKernel,
-)
+from pyro_sym.infer.kernels import BAOA, SGHMC, SGLD, SGNHT, LeimkuhlerMatthews
 from pyro_sym.infer.potential import Potential
 from pyro_sym.infer.preconditioners import Diagonal, PerSite, RMSprop
 from pyro_sym.infer.schedules import Constant, Cyclical, Polynomial
+from pyro_sym.infer.skeleton import StochasticGradientKernel
 from pyro_sym.infer.temperature import kinetic_band
 from pyro_sym.infer.vectorized import VectorizedMCMC, deep_ensemble
 from pyro_sym.symmetry import Alignment, Permutation, Product, SignFlip, Symmetry, align, check_symmetry

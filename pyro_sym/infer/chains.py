@@ -21,7 +21,7 @@ from pyro_sym.infer.preconditioners import rescale_momentum
 from pyro_sym.infer.temperature import thermometers
 
 if TYPE_CHECKING:
-    from pyro_sym.infer.kernels import StochasticGradientKernel
+    from pyro_sym.infer.skeleton import StochasticGradientKernel
 
 __all__ = ["Chains", "Divergence", "Recorder", "State"]
 

@@ -11,7 +11,8 @@ from pyro.infer.mcmc.util import diagnostics, print_summary, select_samples
 from torch import Tensor
 
 from pyro_sym.infer.chains import Chains, Divergence, Recorder
-from pyro_sym.infer.kernels import BAOA, SGHMC, Options, StochasticGradientKernel
+from pyro_sym.infer.kernels import BAOA, SGHMC
+from pyro_sym.infer.skeleton import Options, StochasticGradientKernel
 
 __all__ = ["VectorizedMCMC", "deep_ensemble"]
 
@@ -213,7 +214,7 @@ class VectorizedMCMC:
             As ``pyro.infer.MCMC.diagnostics()`` has it: ``{site: {"n_eff": …, "r_hat": …}}``, with
             ``"sample_stats"`` and ``"divergences"`` by ``"chain 0"``, ``"chain 1"``, …; the statistics are
             those of the kernel's
-            :meth:`~pyro_sym.infer.kernels.StochasticGradientKernel.diagnostics`.
+            :meth:`~pyro_sym.infer.skeleton.StochasticGradientKernel.diagnostics`.
         """
         report: dict[str, Any] = diagnostics(self._drawn())
         chains = self._diagnostics

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from pyro_sym.errors import DivergenceError
 from pyro_sym.infer.chains import Chains
-from pyro_sym.infer.kernels import BAOA, SGHMC, SGLD, LeimkuhlerMatthews, StochasticGradientKernel
+from pyro_sym.infer.kernels import BAOA, SGHMC, SGLD, LeimkuhlerMatthews
 from pyro_sym.infer.minibatch import Minibatch, PlateRows
 from pyro_sym.infer.potential import Potential
+from pyro_sym.infer.skeleton import StochasticGradientKernel
 from tests.conftest import FAILURE_RATE
 
 pytestmark = pytest.mark.usefixtures("float64")

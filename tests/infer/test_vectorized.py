@@ -16,16 +16,10 @@ from torch import Tensor
 from pyro_sym.errors import DivergenceError
 from pyro_sym.infer import gradient
 from pyro_sym.infer.chains import Chains
-from pyro_sym.infer.kernels import (
-    BAOA,
-    SGHMC,
-    SGLD,
-    SGNHT,
-    LeimkuhlerMatthews,
-    StochasticGradientKernel,
-)
+from pyro_sym.infer.kernels import BAOA, SGHMC, SGLD, SGNHT, LeimkuhlerMatthews
 from pyro_sym.infer.minibatch import Minibatch
 from pyro_sym.infer.preconditioners import PerSite, RMSprop
+from pyro_sym.infer.skeleton import StochasticGradientKernel
 from pyro_sym.infer.temperature import kinetic_band
 from pyro_sym.infer.vectorized import VectorizedMCMC, deep_ensemble
 from tests.conftest import Z_LIMIT

@@ -1,0 +1,474 @@
+"""What all stochastic-gradient MCMC kernels share: potential, minibatches, schedules, Pyro's protocol."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypedDict
+
+import pyro
+import torch
+from pyro.infer.autoguide.initialization import init_to_uniform
+from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
+from torch import Tensor
+from torch.distributions.transforms import Transform
+
+from pyro_sym.infer import dynamics
+from pyro_sym.infer.chains import Chains, Recorder, State
+from pyro_sym.infer.control_variate import ControlVariate, FullGradient, find_mode
+from pyro_sym.infer.fused import FusedSteps
+from pyro_sym.infer.gradient import Gradient, Jit, chain_by_chain
+from pyro_sym.infer.minibatch import Loader, PlateRows
+from pyro_sym.infer.potential import Potential
+from pyro_sym.infer.preconditioners import Identity, Preconditioner
+
+__all__ = ["Factor", "Options", "Schedule", "StochasticGradientKernel"]
+
+Schedule = float | Callable[[int], float]
+"""A constant, or a function of the step (counted from 0, warm-up included)."""
+
+
+Factor = float | Tensor
+"""A number, or a tensor: without dims for what a schedule gives, or broadcastable to the positions."""
+
+
+class Options(TypedDict, total=False):
+    """What all kernels take besides their dynamics' own numbers; see :class:`StochasticGradientKernel`."""
+
+    temperature: Schedule
+    thinning: int
+    init_strategy: Callable[[Any], Tensor]
+    batches: Iterable[Any] | None
+    shared_minibatch: bool
+    gradient: Literal["plain", "control_variate"]
+    center: Mapping[str, Tensor] | None
+    preconditioner: Preconditioner | None
+    jit: Jit
+
+
+@dataclass
+class _Run:
+    """A run of one chain in Pyro's drivers."""
+
+    chains: Chains
+    recorder: Recorder
+    start: dict[str, Tensor]
+    params: dict[str, Tensor]
+    warmup_draws_left: int
+
+
+class StochasticGradientKernel(MCMCKernel):
+    r"""What all stochastic-gradient kernels share; a kernel adds its dynamics by implementing :meth:`move`.
+
+    The potential energy :math:`U` is the full negative log joint in unconstrained space
+    (:class:`~pyro_sym.infer.potential.Potential`), the target
+
+    .. math::
+
+        \pi_T(u) \propto \exp(-U(u) / T) = \left( p(\theta, D) \, |\det \partial \theta / \partial u|
+        \right)^{1/T}.
+
+    Each step draws a fresh minibatch for every subsampled plate of the model and takes one gradient. Momenta
+    start at :math:`N(0, T M)`. At :math:`T = 0` the dynamics is deterministic and consumes no random numbers.
+    The kernel runs in ``pyro.infer.MCMC`` and ``StreamingMCMC``, and many chains at once in
+    :class:`~pyro_sym.VectorizedMCMC`; it draws from torch's global generator (``pyro.set_rng_seed``).
+
+    Args:
+        model: a Pyro model. Its arguments are those of ``MCMC.run``.
+        step_size: positive; a number, or a function of the step.
+        temperature: :math:`T \ge 0`; a number, or a function of the step (:mod:`pyro_sym.infer.schedules`).
+        thinning: steps per draw, in warm-up as well.
+        init_strategy: a per-site function, as in Pyro's autoguides, that gives the initial values.
+        batches: a ``DataLoader`` or another iterable that can be run through again; its batches become the
+            model's positional arguments, one a step (:class:`~pyro_sym.infer.minibatch.Loader`), and
+            ``MCMC.run`` takes keyword arguments only.
+        shared_minibatch: whether chains that run side by side see the same minibatch.
+        gradient: ``"control_variate"`` centres the minibatch gradient
+            (:class:`~pyro_sym.infer.control_variate.ControlVariate`), at twice the price of a step.
+        center: unconstrained values by site to centre it at; by default a mode that is looked for first.
+        preconditioner: gives the inverse mass :math:`G = M^{-1}`; by default the identity
+            (:mod:`pyro_sym.infer.preconditioners`).
+        jit: ``"eager"`` runs the model at each step; ``"trace"`` runs its operations, recorded once;
+            ``"compile"`` compiles several steps into one call, which takes some ten seconds the first time
+            and wants a C++ compiler (with batches, control variates or several large chains it compiles the
+            gradient alone); ``"auto"`` traces where that can be done and shown to be right.
+
+    Attributes:
+        initial_params: unconstrained values by site that chains start from. Set them before the run (``MCMC``
+            does so with its own ``initial_params``), or ``init_strategy`` draws them anew for each chain.
+        transforms: by site, from constrained to unconstrained values; known once a run has started.
+    """
+
+    has_momentum: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        *,
+        step_size: Schedule,
+        temperature: Schedule = 1.0,
+        thinning: int = 1,
+        init_strategy: Callable[[Any], Tensor] = init_to_uniform,
+        batches: Iterable[Any] | None = None,
+        shared_minibatch: bool = False,
+        gradient: Literal["plain", "control_variate"] = "plain",
+        center: Mapping[str, Tensor] | None = None,
+        preconditioner: Preconditioner | None = None,
+        jit: Jit = "auto",
+    ) -> None:
+        if not callable(model):
+            raise TypeError(f"model is {model!r}; pass a Pyro model, that is, a callable")
+        if type(thinning) is not int or thinning < 1:  # a bool is an int, too
+            raise ValueError(f"thinning is {thinning!r}; it counts steps per draw, so pass an integer >= 1")
+        if gradient not in ("plain", "control_variate"):
+            raise ValueError(f"gradient is {gradient!r}; pass 'plain' or 'control_variate'")
+        if center is not None and gradient == "plain":
+            raise ValueError("center is for gradient='control_variate', but gradient is 'plain'")
+        if not callable(step_size):
+            _check_step_size(step_size)
+        if not callable(temperature):
+            _check_temperature(temperature)
+        self.model = model
+        self.step_size = step_size
+        self.temperature = temperature
+        self.thinning = thinning
+        self.init_strategy = init_strategy
+        self.batches = batches
+        self.shared_minibatch = shared_minibatch
+        self.gradient = gradient
+        self.center = center
+        self.preconditioner = Identity() if preconditioner is None else preconditioner
+        self.jit = jit
+        self.transforms: dict[str, Transform] | None = None
+        self._given: list[dict[str, Tensor]] = []
+        self._run: _Run | None = None
+
+    @abstractmethod
+    def move(
+        self,
+        state: State,
+        gradient: Tensor,
+        noise: Tensor,
+        *,
+        step_size: Factor,
+        temperature: Factor,
+        inverse_mass: Factor,
+    ) -> State:
+        """One step of the dynamics: a pure function of tensors.
+
+        Args:
+            state: the positions, of shape ``(C, d)``, and what :meth:`initial_state` puts beside them.
+            gradient: of the potential energy at the positions, of shape ``(C, d)``.
+            noise: standard normal draws, of shape ``(C, d)``; zeros where the temperature is 0.
+            step_size: of this step.
+            temperature: of this step.
+            inverse_mass: :math:`G`, broadcastable to the positions.
+
+        Returns:
+            The new state; the inputs must not be changed.
+        """
+
+    def initial_state(
+        self, position: Tensor, noise: Tensor, temperature: float, inverse_mass: Factor, sizes: list[int]
+    ) -> State:
+        """The state at the start of chains, by default with momenta of the starting temperature.
+
+        Args:
+            position: of shape ``(C, d)``.
+            noise: standard normal draws, of shape ``(C, d)``; zeros where the temperature is 0.
+            temperature: at step 0.
+            inverse_mass: :math:`G`, broadcastable to the positions.
+            sizes: the number of unconstrained values of each site.
+
+        Returns:
+            The positions, and what the dynamics carries along.
+        """
+        return position, dynamics.draw_momentum(noise, temperature=temperature, inverse_mass=inverse_mass)
+
+    @property
+    def initial_params(self) -> Mapping[str, Tensor] | None:
+        """Unconstrained values by site that the chain starts from."""
+        return self._own_params() if self._run is None else self._run.start
+
+    @initial_params.setter
+    def initial_params(self, params: Mapping[str, Tensor] | None) -> None:
+        given = [] if params is None else [{name: value.detach() for name, value in params.items()}]
+        # Pyro's MCMC, if it runs chains in processes, sets the values of all chains on one and the same
+        # kernel before it starts the first process, so that the last chain's would win. They are rows of one
+        # tensor.
+        self._given = self._given + given if given and _share_storage(self._given[-1:] + given) else given
+
+    def _own_params(self) -> dict[str, Tensor] | None:
+        """The values given for this chain. MCMC names its processes by chain."""
+        chain = multiprocessing.current_process().name
+        if chain.isdigit() and int(chain) < len(self._given):
+            return self._given[int(chain)]
+        return self._given[-1] if self._given else None
+
+    def start(
+        self,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        num_chains: int = 1,
+        initial_params: Mapping[str, Tensor] | None = None,
+        initial_values: Mapping[str, Tensor] | None = None,
+        on_divergence: Literal["raise", "mask"] = "raise",
+    ) -> Chains:
+        """Start chains side by side.
+
+        Args:
+            args: the model's positional arguments.
+            kwargs: the model's keyword arguments.
+            num_chains: :math:`C`.
+            initial_params: unconstrained values by site, each with the chains in front, ``(C, *shape)``; by
+                default ``init_strategy`` draws them anew for each chain.
+            initial_values: the same as constrained values.
+            on_divergence: what a chain that is no longer finite gets: ``"raise"`` or ``"mask"``.
+
+        Returns:
+            The chains, before their first step.
+
+        Raises:
+            ValueError: if the model can't be sampled, or no point to start from has a finite potential
+                energy.
+        """
+        source: PlateRows | Loader
+        if self.batches is None:
+            potential = Potential(self.model, args, kwargs, init_strategy=self.init_strategy)
+            source = PlateRows(potential.program.plates, num_chains, self.shared_minibatch)
+        else:
+            if args:
+                raise ValueError(
+                    f"the run was given {len(args)} positional arguments, but the model gets its own from "
+                    "batches; pass keyword arguments only"
+                )
+            source = Loader(self.batches)
+            potential = Potential(
+                self.model, source.first().args or (), kwargs, init_strategy=self.init_strategy
+            )
+        self.transforms = potential.transforms
+        if initial_values is not None:
+            _check_sites(initial_values, potential, "initial values")
+            initial_params = potential.unconstrain(initial_values)
+        # Compiled code takes blocks of steps where it can; what is left is too little to compile.
+        small = not chain_by_chain(num_chains, potential.size)
+        fuses = self.jit == "compile" and small and self.batches is None and self.gradient == "plain"
+        plain = Gradient(potential, jit="auto" if fuses else self.jit)
+        position = _starting_points(plain, potential, source, num_chains, initial_params)
+        centred = self._centred(plain, potential, source, position) if self.gradient != "plain" else plain
+        fused = FusedSteps(Gradient(potential, jit="compile"), self._step_of_block) if fuses else None
+        return Chains(self, potential, centred, source, position, on_divergence, fused)
+
+    def _step_of_block(
+        self, state: State, gradient: Tensor, noise: Tensor, step_size: Tensor, temperature: Tensor
+    ) -> State:
+        """:meth:`move`, with the inverse mass as the last part of the state, if there is one."""
+        mass = () if isinstance(self.preconditioner, Identity) else state[-1:]
+        own = state[: len(state) - len(mass)]
+        factor = mass[0] if mass else 1.0
+        moved = self.move(
+            own, gradient, noise, step_size=step_size, temperature=temperature, inverse_mass=factor
+        )
+        return *moved, *mass
+
+    def _centred(
+        self, gradient: Gradient, potential: Potential, source: PlateRows | Loader, position: Tensor
+    ) -> ControlVariate:
+        full = FullGradient(gradient, source)
+        if self.center is None:
+            center = find_mode(full, position[0])
+        else:
+            _check_shapes(self.center, potential, "values of center")
+            center = potential.flatten(self.center)
+            _refuse_point(potential, center, "values of center")
+        return ControlVariate(gradient, center, *full(center))
+
+    def setup(self, warmup_steps: int, *args: Any, **kwargs: Any) -> None:
+        """Start a chain; ``MCMC`` calls this.
+
+        Args:
+            warmup_steps: number of draws that keep no statistics.
+            *args: the model's positional arguments.
+            **kwargs: the model's keyword arguments.
+
+        Raises:
+            ValueError: if the model can't be sampled, or no point to start from has a finite potential
+                energy.
+        """
+        given = self._own_params()
+        rows = None if given is None else {name: value.unsqueeze(0) for name, value in given.items()}
+        chains = self.start(args, kwargs, initial_params=rows)
+        start = chains.potential.unflatten(chains.position[0])
+        self._given = [] if given is None else [start]
+        self._run = _Run(chains, Recorder(chains), start, start, warmup_steps)
+
+    def sample(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Take ``thinning`` steps.
+
+        Args:
+            params: unconstrained values by site; the chain goes on from them.
+
+        Returns:
+            Unconstrained values by site, after the steps.
+
+        Raises:
+            DivergenceError: if a position, gradient or potential energy is not finite; the message names the
+                step and the first site.
+        """
+        run = self._running()
+        chains = run.chains
+        if params is not run.params:
+            chains.move_to(chains.potential.flatten(params).unsqueeze(0))
+        chains.advance(self.thinning, warming_up=run.warmup_draws_left > 0)
+        run.params = chains.potential.unflatten(chains.position[0])
+        if run.warmup_draws_left > 0:
+            run.warmup_draws_left -= 1
+        else:
+            run.recorder.append()
+        return run.params
+
+    def _running(self) -> _Run:
+        if self._run is None:
+            raise RuntimeError("the kernel has no chain; call setup(warmup_steps, *args, **kwargs) first")
+        return self._run
+
+    def step_size_at(self, step: int) -> float:
+        """The step size of a step, checked."""
+        return _check_step_size(self.step_size(step), step) if callable(self.step_size) else self.step_size
+
+    def temperature_at(self, step: int) -> float:
+        """The temperature of a step, checked."""
+        if callable(self.temperature):
+            return _check_temperature(self.temperature(step), step)
+        return self.temperature
+
+    def schedule(self, start: int, steps: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Step sizes and temperatures of successive steps, checked."""
+        several = range(start, start + steps)
+        return (
+            tuple(map(self.step_size_at, several)) if callable(self.step_size) else (self.step_size,) * steps,
+            tuple(map(self.temperature_at, several))
+            if callable(self.temperature)
+            else (self.temperature,) * steps,
+        )
+
+    def end_warmup(self) -> None:
+        """End the warm-up: statistics are kept from the next draw on."""
+        self._running().warmup_draws_left = 0
+
+    def logging(self) -> dict[str, str]:
+        """What the progress bar shows: step size, temperature, potential energy and kinetic temperature."""
+        return self._running().chains.report()
+
+    def diagnostics(self) -> dict[str, dict[str, Tensor]]:
+        r"""Statistics of the draws after warm-up, each at the position and momentum of the draw itself.
+
+        ``potential_energy`` is :math:`U`, the negative log joint in unconstrained space (with its Jacobian);
+        with subsampled plates it is the unbiased estimate on a minibatch that is independent of the draw.
+        ``lp`` is :math:`-U`, the unnormalised log posterior density, as ArviZ has it, not divided by the
+        temperature. ``energy`` is :math:`U + \tfrac12 m^\top M^{-1} m`. ``gradient_norm``,
+        ``kinetic_temperature`` and ``configurational_temperature`` are those of
+        :mod:`pyro_sym.infer.temperature`, which says what each can and can't see, overall and (as ``site_…``,
+        with the sites along the last dim) by site. ``step_size`` and ``temperature`` are those of the last
+        step of the draw.
+
+        Returns:
+            ``{"sample_stats": {name: tensor}}``, each tensor in float64 and of shape ``(draws,)`` or
+            ``(draws, sites)``. ``MCMC.diagnostics()["sample_stats"]`` holds one such dict for each of
+            ``"chain 0"``, ``"chain 1"``, …
+        """
+        stats = self._running().recorder.statistics()
+        return {"sample_stats": {name: values[:, 0] for name, values in stats.items()}}
+
+    def cleanup(self) -> None:
+        """Forget the chain, and the data with it; ``transforms`` stay."""
+        self._run = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickled kernel (``MCMC`` sends one to each process) is one before its run."""
+        return {**self.__dict__, "_run": None, "transforms": None}
+
+
+def _starting_points(
+    gradient: Gradient,
+    potential: Potential,
+    source: PlateRows | Loader,
+    num_chains: int,
+    given: Mapping[str, Tensor] | None,
+) -> Tensor:
+    """Flat positions of shape ``(C, d)`` with finite energies and gradients."""
+    if given is None:
+        rows = [potential.unconstrain(potential.program.draw()[0]) for _ in range(num_chains)]
+    else:
+        _check_shapes(given, potential, "initial values", num_chains)
+        rows = [{name: value[chain] for name, value in given.items()} for chain in range(num_chains)]
+    position = torch.stack([potential.flatten(row) for row in rows]).detach()
+    with torch.no_grad(), pyro.validation_enabled(False):
+        energy, slope = gradient(position, source.first())
+    fine = energy.isfinite() & slope.isfinite().all(-1) & position.isfinite().all(-1)
+    for chain in (~fine).nonzero().flatten().tolist():
+        if given is not None:
+            _refuse_point(potential, position[chain], "initial values", f" of chain {chain}")
+        position[chain] = potential.flatten(potential.initial())
+    return position
+
+
+def _check_shapes(
+    given: Mapping[str, Tensor], potential: Potential, what: str, num_chains: int | None = None
+) -> None:
+    _check_sites(given, potential, what)
+    chains = () if num_chains is None else (num_chains,)
+    for name, shape in potential.shapes.items():
+        if given[name].shape != (*chains, *shape):
+            raise ValueError(
+                f"{what} of site {name!r} have shape {tuple(given[name].shape)}; unconstrained values of "
+                f"{'one chain' if num_chains is None else f'{num_chains} chains'} have shape "
+                f"{(*chains, *shape)}"
+            )
+
+
+def _check_sites(given: Mapping[str, Tensor], potential: Potential, what: str) -> None:
+    if set(given) != set(potential.shapes):
+        raise ValueError(
+            f"{what} are given for {sorted(given)}; the model's latent sites are {sorted(potential.shapes)}"
+        )
+
+
+def _refuse_point(potential: Potential, position: Tensor, what: str, whose: str = "") -> None:
+    at_fault = potential.non_finite_sites(potential.unflatten(position), potential.draw_indices())
+    if at_fault:
+        raise ValueError(
+            f"the {what}{whose} are no place to be; not finite there: {', '.join(at_fault)}. They are taken "
+            "as unconstrained values"
+        )
+
+
+def _share_storage(several: list[dict[str, Tensor]]) -> bool:
+    first = several[0]
+    return all(
+        params.keys() == first.keys()
+        and all(
+            v.untyped_storage().data_ptr() == first[n].untyped_storage().data_ptr() for n, v in params.items()
+        )
+        for params in several
+    )
+
+
+def _check_step_size(value: float, step: int | None = None) -> float:
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"step_size is {value}{_at(step)}; pass a finite number > 0")
+    return value
+
+
+def _check_temperature(value: float, step: int | None = None) -> float:
+    if not (value >= 0 and math.isfinite(value)):
+        raise ValueError(f"temperature is {value}{_at(step)}; pass a finite number >= 0")
+    return value
+
+
+def _at(step: int | None) -> str:
+    return "" if step is None else f" at step {step}"
