@@ -275,7 +275,7 @@ class Chains:
                 sites = self.potential.unflatten(values[chain])
             else:
                 assert minibatch is not None
-                sites = self._log_joint_terms(position[chain], minibatch.of_chain(chain))
+                sites = self._log_joint_terms(position[chain], minibatch.of(chain))
             first = next((name for name, value in sites.items() if not value.isfinite().all()), None)
             where = "the sum over sites" if first is None else f"site {first!r}"
             divergence = Divergence(self.step, f"the {what} of {where} is not finite")

@@ -130,7 +130,7 @@ class Gradient:
         energy, gradient = position.new_empty(len(position)), torch.empty_like(position)
         for chain in range(len(position)):
             one = slice(chain, chain + 1)
-            energy[one], gradient[one] = self(position[one], _chain(minibatch, chain))
+            energy[one], gradient[one] = self(position[one], minibatch.of(one))
         return energy, gradient
 
     def eager(self, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
@@ -138,8 +138,7 @@ class Gradient:
         potential = potential_on(self.potential, minibatch)
         with _unvalidated():
             results = [
-                potential.value_and_grad(row, {name: i if i.dim() == 1 else i[chain] for name, i in rows})
-                for rows in [list(minibatch.indices.items())]
+                potential.value_and_grad(row, minibatch.of(chain).indices)
                 for chain, row in enumerate(position)
             ]
         energies, gradients = zip(*results, strict=True)
@@ -272,7 +271,7 @@ class _Reference:
     def __init__(self, gradient: Gradient, position: Tensor, minibatch: Minibatch) -> None:
         self.cases: list[tuple[list[Tensor], int, Tensor, Tensor]] = []
         start = time.perf_counter()
-        gradient.eager(position[:1], _chain(minibatch, 0))  # what raises here is the model's own
+        gradient.eager(position[:1], minibatch.of(slice(1)))  # what raises here is the model's own
         self.seconds = time.perf_counter() - start
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
@@ -281,7 +280,9 @@ class _Reference:
                 there = spread * torch.randn_like(position) + (spread >= 0) * position
                 chain = int(torch.randint(len(position), ()))
                 try:
-                    energy, slope = gradient.eager(there[chain : chain + 1], _chain(other, chain))
+                    energy, slope = gradient.eager(
+                        there[chain : chain + 1], other.of(slice(chain, chain + 1))
+                    )
                 except (RuntimeError, ValueError, ArithmeticError):
                     continue  # too far out for the model
                 if bool(slope.isfinite().all() and energy.isfinite()) or spread == 0:
@@ -320,12 +321,6 @@ def _relative_error(result: Tensor, wanted: Tensor) -> float:
     if torch.equal(result.nan_to_num(), wanted.nan_to_num()):
         return 0.0
     return float((result - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
-
-
-def _chain(minibatch: Minibatch, chain: int) -> Minibatch:
-    """What one chain sees."""
-    indices = {name: i if i.dim() == 1 else i[chain : chain + 1] for name, i in minibatch.indices.items()}
-    return Minibatch(indices, minibatch.args)
 
 
 def _redraw(minibatch: Minibatch, potential: Potential) -> Minibatch:

@@ -30,9 +30,9 @@ class Minibatch:
     indices: Mapping[str, Tensor] = field(default_factory=dict)
     args: tuple[Any, ...] | None = None
 
-    def of_chain(self, chain: int) -> Minibatch:
-        """What one chain sees."""
-        rows = {name: row if row.dim() == 1 else row[chain] for name, row in self.indices.items()}
+    def of(self, chains: int | slice) -> Minibatch:
+        """What one chain sees, or a slice of them."""
+        rows = {name: row if row.dim() == 1 else row[chains] for name, row in self.indices.items()}
         return Minibatch(rows, self.args)
 
 
