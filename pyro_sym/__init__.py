@@ -15,7 +15,16 @@ from pyro_sym.infer.schedules import Constant, Cyclical, Polynomial
 from pyro_sym.infer.skeleton import StochasticGradientKernel
 from pyro_sym.infer.temperature import kinetic_band
 from pyro_sym.infer.vectorized import VectorizedMCMC, deep_ensemble
-from pyro_sym.symmetry import Alignment, Permutation, Product, SignFlip, Symmetry, align, check_symmetry
+from pyro_sym.symmetry import (
+    Alignment,
+    Permutation,
+    Product,
+    SignFlip,
+    Symmetry,
+    Viewed,
+    align,
+    check_symmetry,
+)
 
 __all__ = [
     "BAOA",
@@ -43,6 +52,7 @@ __all__ = [
     "SymmetryError",
     "SymmetryGain",
     "VectorizedMCMC",
+    "Viewed",
     "align",
     "check_symmetry",
     "dataset",

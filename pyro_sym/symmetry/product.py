@@ -30,7 +30,8 @@ class Product(Symmetry):
         (s, \pi)(t, \rho) = \bigl(s\,(\pi t \pi^{-1}),\ \pi \rho\bigr), \qquad (\pi t \pi^{-1})_i = t_{\pi_i}.
 
     Args:
-        *members: symmetries; products among them are flattened.
+        *members: symmetries; products among them are flattened. Without any, the product is the trivial
+            group, whose one element is the empty tuple.
 
     Raises:
         SymmetryError: if two members act on the same axis of a site in any other way, so that the tuples
@@ -48,8 +49,6 @@ class Product(Symmetry):
         flat: list[Symmetry] = []
         for member in members:
             flat += member.members if isinstance(member, Product) else [member]
-        if not flat:
-            raise SymmetryError("Product needs at least one member")
         self.members: list[Symmetry] = flat
         self.axes: Axes = {}
         for member in flat:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pyro_sym import Permutation, Product, SignFlip, Symmetry, SymmetryError
+from pyro_sym import Permutation, Product, SignFlip, Symmetry, SymmetryError, Viewed
 from pyro_sym.symmetry.base import map_element
 
 Case = tuple[Symmetry, dict[str, Tensor], tuple[int, ...]]
@@ -37,7 +37,7 @@ def tables(draw: Any, prefix: str, size: int) -> tuple[dict[str, Any], dict[str,
 @st.composite
 def cases(draw: Any) -> Case:
     """A symmetry, values with batch dims in front, and the batch shape of the elements."""
-    kind = draw(st.sampled_from(["permutation", "sign", "signed permutation", "layers"]))
+    kind = draw(st.sampled_from(["permutation", "sign", "signed permutation", "layers", "viewed"]))
     size = draw(st.integers(1, 5))
     symmetry: Symmetry
     if kind == "layers":  # neighbouring layers of an MLP: the middle weight carries both groups
@@ -48,6 +48,18 @@ def cases(draw: Any) -> Case:
             Permutation({"w2": -1, "b2": -1}),
         )
         native = {"w1": torch.empty(2, size), "w2": torch.empty(size, other), "b2": torch.empty(other)}
+    elif kind == "viewed":  # channels of a flattened image, and heads of a packed projection
+        heads = draw(st.integers(1, 3))
+        symmetry = Viewed(
+            Product(
+                Permutation({"conv": -1, "linear": -2}),
+                Permutation({"projection": (-3,), "out": -2}),
+                Permutation({"projection": -2, "out": -1}),
+            ),
+            {"linear": (2, (size, 3)), "projection": ((3, heads, size), 2), "out": ((heads, size),)},
+        )
+        native = {"conv": torch.empty(2, size), "linear": torch.empty(2, 3 * size)}
+        native |= {"projection": torch.empty(3 * heads * size, 2), "out": torch.empty(heads * size)}
     else:
         axes, native = draw(tables("x", size))
         if kind == "permutation":
@@ -185,7 +197,8 @@ def test_sampling_is_uniform() -> None:
         (lambda: Permutation({"w": 0}), "counted from the right"),
         (lambda: Permutation({"w": 1.5}), "not an int"),  # type: ignore[dict-item]
         (lambda: SignFlip({"w": (-1, -1)}), "each named once"),
-        (lambda: Product(), "at least one member"),
+        (lambda: Viewed(Permutation({"w": -4}), {"w": (2, (3, 4))}), "out of range for the shape"),
+        (lambda: Viewed(Permutation({"w": -1}), {"w": (2, (0, 4))}), "can't have the shape"),
         (lambda: Product(Permutation({"w": -1}), Permutation({"w": (-2, -1)})), "same axis"),
         (lambda: Product(SignFlip({"w": -1}), SignFlip({"w": -1})), "same axis"),
         (lambda: Product(SignFlip({"w": -1, "b": -1}), Permutation({"w": -1})), "'b', which stays"),
@@ -220,3 +233,24 @@ def test_large_groups_are_not_listed() -> None:
         Permutation({"w": -1}).elements({"w": torch.zeros(20)})
     with pytest.raises(SymmetryError, match="too many to list"):
         Product(Permutation({"w": -1}), SignFlip({"w": -1})).elements({"w": torch.zeros(9)})
+
+
+def test_the_trivial_group_leaves_everything() -> None:
+    values = {"w": torch.arange(3.0)}
+    trivial = Product()
+    assert trivial.log_order(values) == 0.0 and trivial.generators(values) == []
+    assert same(trivial.act(trivial.sample(values, (2,)), values), values)
+
+
+def test_a_view_that_does_not_fit_names_site_and_shape() -> None:
+    channels = Viewed(Permutation({"w": -2}), {"w": (4, (3, 2))})
+    with pytest.raises(SymmetryError, match=r"'w' of shape \(4, 5\) does not end in the shape \(4, 6\)"):
+        channels.sample({"w": torch.zeros(4, 5)})
+
+
+def test_a_permutation_of_factors_is_one_of_blocks() -> None:
+    """Against the indices written out: moving factor 1 of (2, 3, 2) by g moves entry (a, g_b, c)."""
+    g = torch.tensor([2, 0, 1])
+    moved = Viewed(Permutation({"w": -2}), {"w": ((2, 3, 2),)}).act(g, {"w": torch.arange(12.0)})["w"]
+    expected = [float(6 * a + 2 * g[b] + c) for a in range(2) for b in range(3) for c in range(2)]
+    assert moved.tolist() == expected
