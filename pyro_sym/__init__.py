@@ -5,6 +5,7 @@ with |G| copies of every mode. This package averages guides over the group, samp
 stochastic-gradient MCMC, and exports draws to ArviZ aligned modulo the symmetry.
 """
 
+from pyro_sym import nn as nn
 from pyro_sym.errors import DivergenceError, NoDensityError, SymmetryError
 from pyro_sym.export import dataset, from_pyro, from_pyro_svi
 from pyro_sym.infer.autoguide import AutoSymmetrized, AutoSymmetrizedNormal, SymmetryGain
@@ -15,6 +16,7 @@ from pyro_sym.infer.schedules import Constant, Cyclical, Polynomial
 from pyro_sym.infer.skeleton import StochasticGradientKernel
 from pyro_sym.infer.temperature import kinetic_band
 from pyro_sym.infer.vectorized import VectorizedMCMC, deep_ensemble
+from pyro_sym.nn import BayesianModule
 from pyro_sym.symmetry import (
     Alignment,
     Permutation,
@@ -34,6 +36,7 @@ __all__ = [
     "Alignment",
     "AutoSymmetrized",
     "AutoSymmetrizedNormal",
+    "BayesianModule",
     "Constant",
     "Cyclical",
     "Diagonal",

@@ -41,6 +41,10 @@ WITHOUT_EXAMPLE = {
     "SymmetryError",
     "SymmetryGain",
     "dataset",
+    "Likelihood",
+    "Prediction",
+    "Prior",
+    "Uncertainty",
 }
 
 
@@ -58,7 +62,9 @@ def test_examples_run(name: str) -> None:
         assert runner.run(test, out=report.append).failed == 0, "".join(report)
 
 
-def test_every_public_name_has_an_example() -> None:
-    lacking = {name for name in pyro_sym.__all__ if ">>>" not in (getattr(pyro_sym, name).__doc__ or "")}
+@pytest.mark.parametrize("namespace", [pyro_sym, pyro_sym.nn], ids=["pyro_sym", "nn"])
+def test_every_public_name_has_an_example(namespace: ModuleType) -> None:
+    public = {name: getattr(namespace, name) for name in namespace.__all__}
+    lacking = {name for name, value in public.items() if ">>>" not in (value.__doc__ or "")}
     assert lacking <= WITHOUT_EXAMPLE
-    assert all(getattr(pyro_sym, name).__doc__ for name in pyro_sym.__all__)
+    assert all(value.__doc__ for value in public.values())

@@ -1,0 +1,208 @@
+"""Priors of a network's parameters, as functions of (name, parameter, module)."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution, constraints
+from torch.nn.modules.conv import _ConvTransposeNd
+
+from pyro_sym.nn.selection import Selector, named
+
+__all__ = ["FanInPrior", "IIDPrior", "LayerwisePrior", "Prior", "fan_in", "fitted", "moved"]
+
+Prior = Callable[[str, nn.Parameter, nn.Module], Any]
+"""From a parameter's name, the parameter, and the module that holds it, to a distribution whose shape is, or
+broadcasts to, the parameter's; ``None`` leaves the parameter deterministic."""
+
+
+class IIDPrior:
+    r"""The same prior for every entry of every parameter.
+
+    .. math::
+
+        p(\theta) = \prod_i p_0(\theta_i).
+
+    Args:
+        distribution: :math:`p_0`; one with a shape has to broadcast to every parameter's.
+
+    Example:
+        >>> prior = IIDPrior(dist.Normal(0.0, 1.0))
+        >>> layer = torch.nn.Linear(3, 2)
+        >>> prior("weight", layer.weight, layer)
+        Normal(loc: 0.0, scale: 1.0)
+    """
+
+    def __init__(self, distribution: Any) -> None:
+        self.distribution = distribution
+
+    def __call__(self, name: str, parameter: nn.Parameter, module: nn.Module) -> Any:
+        """The distribution."""
+        return self.distribution
+
+
+class FanInPrior:
+    r"""Normal priors that keep the scale of activations, whatever the width of the layers.
+
+    .. math::
+
+        W \sim N\left(0, \frac{g^2}{n_{\text{in}}}\right), \qquad b \sim N(0, s_b^2),
+
+    where :math:`n_{\text{in}}` is the number of inputs that one output sums over: channels times the size of
+    the window in convolutions, one in embeddings. Parameters of one axis, as biases and the gains of
+    normalisations, count as :math:`b`.
+
+    Args:
+        gain: :math:`g`, or ``"radford"`` for 1, Radford Neal's scaling, in which wide networks become Gaussian
+            processes, or ``"kaiming"`` for :math:`\sqrt 2`, which makes up for the half that a ReLU cuts off.
+        bias_scale: :math:`s_b`.
+
+    Raises:
+        ValueError: if a number is not positive.
+
+    Example:
+        >>> prior = FanInPrior("radford")
+        >>> layer = torch.nn.Linear(100, 2)
+        >>> prior("weight", layer.weight, layer)
+        Normal(loc: 0.0, scale: 0.10000000149011612)
+
+    References:
+        Neal 1996, "Bayesian learning for neural networks". He et al. 2015, "Delving deep into rectifiers"
+        (arXiv 1502.01852).
+    """
+
+    def __init__(
+        self, gain: float | Literal["radford", "kaiming"] = "radford", *, bias_scale: float = 1.0
+    ) -> None:
+        by_name: dict[Any, float] = {"radford": 1.0, "kaiming": math.sqrt(2)}
+        self.gain: Any = by_name.get(gain, gain)
+        self.bias_scale = bias_scale
+        for name, value in (("gain", self.gain), ("bias_scale", bias_scale)):
+            if isinstance(value, str) or not value > 0:
+                also = " or 'radford' or 'kaiming'" if name == "gain" else ""
+                raise ValueError(f"{name} is {value!r}; pass a number > 0{also}")
+
+    def __call__(self, name: str, parameter: nn.Parameter, module: nn.Module) -> Any:
+        """The normal distribution of the parameter's entries."""
+        if parameter.dim() < 2:
+            return dist.Normal(0.0, self.bias_scale)
+        return dist.Normal(0.0, self.gain / math.sqrt(fan_in(parameter, module)))
+
+
+class LayerwisePrior:
+    """A prior for each kind of layer: the first that fits a parameter is its prior.
+
+    Args:
+        priors: by a name, a pattern of names (``"*.bias"``) or the name of a module; by the type of the module
+            that holds the parameter; by a module or parameter itself. The values are priors, or ``None`` for
+            parameters that stay deterministic.
+        default: of parameters that nothing fits; without one they are an error.
+
+    Raises:
+        ValueError: on the first call for a parameter without a prior.
+
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU(), torch.nn.Linear(2, 1))
+        >>> wide = IIDPrior(dist.Normal(0.0, 10.0))
+        >>> prior = LayerwisePrior({"*.bias": wide, torch.nn.Linear: FanInPrior()})
+        >>> prior("0.bias", net[0].bias, net[0])
+        Normal(loc: 0.0, scale: 10.0)
+    """
+
+    def __init__(self, priors: Mapping[Selector, Prior | None], *, default: Prior | None = None) -> None:
+        self.priors = dict(priors)
+        self.default = default
+
+    def __call__(self, name: str, parameter: nn.Parameter, module: nn.Module) -> Any:
+        """The distribution by the first prior that fits."""
+        for selector, prior in self.priors.items():
+            if _fits(selector, name, parameter, module):
+                return None if prior is None else prior(name, parameter, module)
+        if self.default is None:
+            raise ValueError(
+                f"no prior fits parameter {name!r} in a {type(module).__name__}; there are priors for "
+                f"{list(self.priors)}. Add one, or a default"
+            )
+        return self.default(name, parameter, module)
+
+
+def _fits(selector: Selector, name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
+    match selector:
+        case str():
+            return named(selector, name)
+        case nn.Parameter():
+            return selector is parameter
+        case nn.Module():
+            return any(own is parameter for own in selector.parameters())
+    return isinstance(module, selector)
+
+
+def fan_in(parameter: Tensor, module: nn.Module) -> int:
+    """The number of inputs that one output of a layer sums over."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return 1
+    if isinstance(module, _ConvTransposeNd):
+        return parameter.shape[0] // module.groups * parameter[0, 0].numel()
+    return parameter[0].numel()
+
+
+def fitted(prior: Any, name: str, parameter: Tensor) -> Any:
+    """A prior as one event of the parameter's shape, dtype and device.
+
+    Raises:
+        TypeError: if it is no distribution.
+        ValueError: if its shape doesn't broadcast to the parameter's.
+    """
+    if not isinstance(prior, Distribution):
+        raise TypeError(
+            f"the prior of parameter {name!r} is {prior!r}; let the function of (name, parameter, module) return "
+            "a distribution, or None to leave the parameter deterministic"
+        )
+    given: Any = moved(prior, parameter)
+    if given.support.is_discrete:
+        raise ValueError(f"the prior of parameter {name!r} is discrete: {prior!r}; parameters are continuous")
+    batch = parameter.shape[: parameter.dim() - len(given.event_shape)]
+    try:
+        expanded = given.expand(batch).to_event(len(batch))
+    except RuntimeError:
+        expanded = given
+    if expanded.event_shape != parameter.shape:
+        raise ValueError(
+            f"the prior of parameter {name!r} has shape {tuple(given.shape())}, which doesn't broadcast to "
+            f"the parameter's, {tuple(parameter.shape)}"
+        )
+    return expanded
+
+
+def moved(distribution: Any, like: Tensor) -> Any:
+    """A copy of a distribution, with what tensors it has on the device of another, and in its precision.
+
+    Where the support is all reals there is nothing that a check of values could find, and none is made.
+    """
+    copied = copy.copy(distribution)  # without the inverse that a transform keeps, which refers back to it
+    copied.__dict__.update({name: _moved(value, like) for name, value in vars(copied).items()})
+    if isinstance(distribution, Distribution) and _is_real(distribution.support):
+        copied._validate_args = False
+    return copied
+
+
+def _moved(value: Any, like: Tensor) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
+    if isinstance(value, (Distribution, torch.distributions.Transform)):
+        return moved(value, like)
+    if isinstance(value, list):
+        return [_moved(part, like) for part in value]
+    return value
+
+
+def _is_real(support: Any) -> bool:
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return support is constraints.real

@@ -1,0 +1,60 @@
+"""Which parameters of a network are meant by a name, a type or an instance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+__all__ = ["Selector", "named", "select"]
+
+Selector = str | type[nn.Module] | nn.Module | nn.Parameter
+"""Parameters of a network: by their name, a pattern of it (``"*.bias"``) or the name of a module; all in modules of
+a type; all in a module; one."""
+
+
+def named(selector: str, name: str) -> bool:
+    """Whether a selector is the name, a pattern of it, or the name of a module that it is in."""
+    return fnmatchcase(name, selector) or name.startswith(f"{selector}.")
+
+
+def select(net: nn.Module, selectors: Selector | Sequence[Selector]) -> frozenset[str]:
+    """The names of the parameters that any of the selectors means; a tied one is meant by all its names.
+
+    Raises:
+        ValueError: if a selector means none.
+        TypeError: if it is no selector.
+    """
+    several = selectors if isinstance(selectors, (list, tuple)) else (selectors,)
+    return frozenset().union(*(_selected(net, selector) for selector in several))
+
+
+def _selected(net: nn.Module, selector: Selector) -> frozenset[str]:
+    meant = {id(parameter) for parameter in _parameters(net, selector)}
+    names = frozenset(name for name, parameter in net.named_parameters() if id(parameter) in meant)
+    if not names:
+        raise ValueError(
+            f"{selector!r} means no parameter of the network; its parameters are "
+            f"{[name for name, _ in net.named_parameters()]}"
+        )
+    return names
+
+
+def _parameters(net: nn.Module, selector: Selector) -> list[nn.Parameter]:
+    match selector:
+        case str():
+            everywhere = net.named_parameters(remove_duplicate=False)
+            return [parameter for name, parameter in everywhere if named(selector, name)]
+        case nn.Parameter():
+            return [selector]
+        case nn.Module():
+            return list(selector.parameters())
+        case type() if issubclass(selector, nn.Module):
+            return [
+                p for module in net.modules() if isinstance(module, selector) for p in module.parameters()
+            ]
+    raise TypeError(
+        f"{selector!r} selects no parameters; pass a name, a pattern such as '*.bias', a type of module, a "
+        "module of the network, or one of its parameters"
+    )
