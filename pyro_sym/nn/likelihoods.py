@@ -95,8 +95,8 @@ class Likelihood(ABC):
             ValueError: if it is of no such family.
         """
         raise ValueError(
-            f"{type(self).__name__} has no closed form for the probabilities or the entropy of a mixture; its "
-            "mean and variance have one: ask for those"
+            f"{type(self).__name__} has no closed form for the probabilities or the entropy of a mixture; "
+            "its mean and variance have one: ask for those"
         )
 
 

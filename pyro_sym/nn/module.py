@@ -185,9 +185,9 @@ class BayesianModule(nn.Module):
         return pyro.plate("data", num_data or len(x), subsample=given, dim=-1, device=x.device)
 
     def _output(self, values: Mapping[str, Tensor], x: Any) -> tuple[Tensor, dict[str, Tensor], int]:
-        """Outputs ``(*draws, rows, …)``, the likelihood's parameters ``(*draws, …)``, the number of dims of draws.
+        """Outputs ``(*draws, rows, …)``, the likelihood's parameters ``(*draws, …)``, and the length of draws.
 
-        There are draws if the model runs in plates, as of vectorised particles.
+        There are some if the model runs in plates, as of vectorised particles.
         """
         leads = [v.shape[: v.dim() - self._priors[name].event_dim] for name, v in values.items()]
         lead = torch.broadcast_shapes(*leads)
@@ -331,7 +331,7 @@ def _refuse_batch_statistics(net: nn.Module) -> None:
     for name, module in net.named_modules():
         if isinstance(module, _BatchNorm) and module.running_mean is None:
             raise ValueError(
-                f"module {name!r}, a {type(module).__name__}, keeps no running statistics, so that it would use "
+                f"module {name!r}, a {type(module).__name__}, keeps no running statistics: it would use "
                 "those of each minibatch, and rows would not be independent given the parameters; pass "
                 "track_running_stats=True and run data through the network in train mode first, or use "
                 "LayerNorm or GroupNorm"

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import pyro.distributions as dist
-import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution, constraints
+from torch.distributions import Distribution, Transform, constraints
+from torch.distributions.transforms import _InverseTransform
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from pyro_sym.nn.selection import Selector, named
@@ -59,8 +59,9 @@ class FanInPrior:
     normalisations, count as :math:`b`.
 
     Args:
-        gain: :math:`g`, or ``"radford"`` for 1, Radford Neal's scaling, in which wide networks become Gaussian
-            processes, or ``"kaiming"`` for :math:`\sqrt 2`, which makes up for the half that a ReLU cuts off.
+        gain: :math:`g`, or ``"radford"`` for 1, Radford Neal's scaling, in which wide networks become
+            Gaussian processes, or ``"kaiming"`` for :math:`\sqrt 2`, which makes up for the half that a ReLU
+            cuts off.
         bias_scale: :math:`s_b`.
 
     Raises:
@@ -99,9 +100,9 @@ class LayerwisePrior:
     """A prior for each kind of layer: the first that fits a parameter is its prior.
 
     Args:
-        priors: by a name, a pattern of names (``"*.bias"``) or the name of a module; by the type of the module
-            that holds the parameter; by a module or parameter itself. The values are priors, or ``None`` for
-            parameters that stay deterministic.
+        priors: by a name, a pattern of names (``"*.bias"``) or the name of a module; by the type of the
+            module that holds the parameter; by a module or parameter itself. The values are priors, or
+            ``None`` for parameters that stay deterministic.
         default: of parameters that nothing fits; without one they are an error.
 
     Raises:
@@ -161,8 +162,8 @@ def fitted(prior: Any, name: str, parameter: Tensor) -> Any:
     """
     if not isinstance(prior, Distribution):
         raise TypeError(
-            f"the prior of parameter {name!r} is {prior!r}; let the function of (name, parameter, module) return "
-            "a distribution, or None to leave the parameter deterministic"
+            f"the prior of parameter {name!r} is {prior!r}; let the function of (name, parameter, module) "
+            "return a distribution, or None to leave the parameter deterministic"
         )
     given: Any = moved(prior, parameter)
     if given.support.is_discrete:
@@ -174,8 +175,8 @@ def fitted(prior: Any, name: str, parameter: Tensor) -> Any:
         expanded = given
     if expanded.event_shape != parameter.shape:
         raise ValueError(
-            f"the prior of parameter {name!r} has shape {tuple(given.shape())}, which doesn't broadcast to "
-            f"the parameter's, {tuple(parameter.shape)}"
+            f"the prior of parameter {name!r} has shape {tuple(given.shape())}, which doesn't broadcast "
+            f"to the parameter's, {tuple(parameter.shape)}"
         )
     return expanded
 
@@ -185,20 +186,28 @@ def moved(distribution: Any, like: Tensor) -> Any:
 
     Where the support is all reals there is nothing that a check of values could find, and none is made.
     """
-    copied = copy.copy(distribution)  # without the inverse that a transform keeps, which refers back to it
+    copied = copy.copy(distribution)
     copied.__dict__.update({name: _moved(value, like) for name, value in vars(copied).items()})
-    if isinstance(distribution, Distribution) and _is_real(distribution.support):
+    if _is_real(distribution.support):
         copied._validate_args = False
     return copied
 
 
 def _moved(value: Any, like: Tensor) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
-    if isinstance(value, (Distribution, torch.distributions.Transform)):
-        return moved(value, like)
-    if isinstance(value, list):
-        return [_moved(part, like) for part in value]
+    match value:
+        case Tensor():
+            return value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
+        case Distribution():
+            return moved(value, like)
+        case _InverseTransform():
+            return _moved(value.inv, like).inv
+        case Transform():
+            copied: Any = copy.copy(value)
+            parts = {name: _moved(part, like) for name, part in vars(copied).items() if name != "_inv"}
+            copied.__dict__.update(parts, _inv=None)  # made anew when asked for
+            return copied
+        case list():
+            return [_moved(part, like) for part in value]
     return value
 
 

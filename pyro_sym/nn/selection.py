@@ -10,8 +10,8 @@ from torch import nn
 __all__ = ["Selector", "named", "select"]
 
 Selector = str | type[nn.Module] | nn.Module | nn.Parameter
-"""Parameters of a network: by their name, a pattern of it (``"*.bias"``) or the name of a module; all in modules of
-a type; all in a module; one."""
+"""Parameters of a network: by their name, a pattern of it (``"*.bias"``) or the name of a module; all in
+modules of a type; all in a module; one."""
 
 
 def named(selector: str, name: str) -> bool:
