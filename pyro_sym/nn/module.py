@@ -185,7 +185,7 @@ class BayesianModule(nn.Module):
         return pyro.plate("data", num_data or len(x), subsample=given, dim=-1, device=x.device)
 
     def _output(self, values: Mapping[str, Tensor], x: Any) -> tuple[Tensor, dict[str, Tensor], int]:
-        """Outputs ``(*draws, rows, …)``, the likelihood's parameters ``(*draws, …)``, and the length of draws.
+        """Outputs ``(*draws, rows, …)``, the likelihood's parameters ``(*draws, …)``, number of draws' dims.
 
         There are some if the model runs in plates, as of vectorised particles.
         """
@@ -196,8 +196,9 @@ class BayesianModule(nn.Module):
             return self._run({**self._deterministic(), **weights}, x), own, 0
         if lead[-1] != 1:
             raise ValueError(
-                f"the sites have dims {tuple(lead)} in front of their own, but dim -1 is that of the plate "
-                "'data'; give plates around the model dim=-2 and below"
+                f"values of the sites have dims {tuple(lead)} in front of their own, and dim -1 is that of the "
+                "plate 'data'; for many draws at once use predict, or have them at dim -2, with a dim of 1 "
+                "behind"
             )
         each = {
             name: value.expand(*lead, *self._priors[name].event_shape).flatten(0, len(lead) - 1)
