@@ -189,16 +189,16 @@ class BayesianModule(nn.Module):
 
         There are some if the model runs in plates, as of vectorised particles.
         """
-        leads = [v.shape[: v.dim() - self._priors[name].event_dim] for name, v in values.items()]
-        lead = torch.broadcast_shapes(*leads)
-        if not lead:
+        if all(value.dim() == self._priors[name].event_dim for name, value in values.items()):
             weights, own = self._split(values)
             return self._run({**self._deterministic(), **weights}, x), own, 0
+        leads = (value.shape[: value.dim() - self._priors[name].event_dim] for name, value in values.items())
+        lead = torch.broadcast_shapes(*leads)
         if lead[-1] != 1:
             raise ValueError(
-                f"values of the sites have dims {tuple(lead)} in front of their own, and dim -1 is that of the "
-                "plate 'data'; for many draws at once use predict, or have them at dim -2, with a dim of 1 "
-                "behind"
+                f"values of the sites have dims {tuple(lead)} in front of their own, and dim -1 is that of "
+                "the plate 'data'; for many draws at once use predict, or have them at dim -2, with a dim of "
+                "1 behind"
             )
         each = {
             name: value.expand(*lead, *self._priors[name].event_shape).flatten(0, len(lead) - 1)
