@@ -53,9 +53,10 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Time a step of SVI, symmetrised against plain; ``-- --json FILE`` keeps the figures."""
+    """Time a step of SVI: symmetrised against plain, ``-- --json FILE`` to keep it; of a BayesianModule."""
     install(session, extras="[quickstart]")
     session.run("python", "benchmarks/svi_step.py", *session.posargs)
+    session.run("python", "benchmarks/bayesian_module.py")
 
 
 @nox.session(default=False)

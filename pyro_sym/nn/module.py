@@ -185,9 +185,9 @@ class BayesianModule(nn.Module):
         return pyro.plate("data", num_data or len(x), subsample=given, dim=-1, device=x.device)
 
     def _output(self, values: Mapping[str, Tensor], x: Any) -> tuple[Tensor, dict[str, Tensor], int]:
-        """Outputs ``(*draws, rows, …)``, the likelihood's parameters ``(*draws, …)``, number of draws' dims.
+        """Outputs ``(*draws, rows, …)``, the likelihood's parameters ``(*draws, …)``, and ``len(draws)``.
 
-        There are some if the model runs in plates, as of vectorised particles.
+        There are such dims where the model runs in plates, as of vectorised particles.
         """
         if all(value.dim() == self._priors[name].event_dim for name, value in values.items()):
             weights, own = self._split(values)
@@ -287,8 +287,7 @@ class BayesianModule(nn.Module):
             site: Pyro's message.
 
         Returns:
-            The value of the parameter when this model was made; the prior's median of other
-            sites.
+            The value of the parameter when this model was made; the prior's median of other sites.
 
         Raises:
             ValueError: if the value is outside of the prior's support.

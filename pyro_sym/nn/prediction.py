@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.distributions import Categorical
 
 from pyro_sym.nn.likelihoods import Likelihood
 
@@ -115,9 +116,9 @@ class Prediction:
         return by_draw.logsumexp(0) - math.log(len(by_draw))
 
     def _numbers(self, what: str) -> Tensor:
-        values: Tensor = getattr(self.law, what)
-        if values.shape != self.law.batch_shape or values.isnan().all():
+        if isinstance(self.law, Categorical):
             raise ValueError(
                 f"{self.likelihood!r} has no {what}, as classes are no numbers; ask for probs or entropy"
             )
+        values: Tensor = getattr(self.law, what)
         return values

@@ -80,7 +80,7 @@ def test_gradients_of_a_guide_are_those_of_pyro_samples() -> None:
     gradients = []
     for model in (ps.BayesianModule(net(), IID, ps.nn.Categorical(num_data=50)), ByPyroSample(50)):
         pyro.clear_param_store()
-        guide = AutoNormal(model, init_loc_fn=pyro.infer.autoguide.init_to_value(values={}))
+        guide = AutoNormal(model)
         guide(x, y)
         with torch.no_grad():
             for parameter in guide.parameters():
@@ -210,7 +210,8 @@ def test_at_temperature_zero_a_chain_is_the_optimiser() -> None:
 
 
 def test_guides_and_chains_start_at_the_pretrained_values() -> None:
-    body, (x, y) = net(), data()
+    body: Any = net()
+    x, y = data()
     model = ps.BayesianModule(body, IID, ps.nn.Categorical())
     pretrained = {name: p.detach().clone() for name, p in body.named_parameters()}
     with torch.no_grad():
@@ -229,7 +230,8 @@ def test_guides_and_chains_start_at_the_pretrained_values() -> None:
 
 @pytest.mark.parametrize("hidden", ["fixed", "param"])
 def test_hidden_parameters_are_fixed_or_trained(hidden: Any) -> None:
-    body, (x, y) = net(), data()
+    body: Any = net()
+    x, y = data()
     model = ps.BayesianModule(body, IID, ps.nn.Categorical(), expose=body[-1], hidden=hidden)
     before = body[0].weight.detach().clone()
     guide = AutoNormal(model)
@@ -238,7 +240,7 @@ def test_hidden_parameters_are_fixed_or_trained(hidden: Any) -> None:
         svi.step(x, y)
     store = pyro.get_param_store()
     assert (set(store.keys()) & {"0.weight", "0.bias"} == set()) == (hidden == "fixed")
-    assert torch.equal(model.net[0].weight, before) and torch.equal(body[0].weight, before)
+    assert torch.equal(model.net.get_parameter("0.weight"), before) and torch.equal(body[0].weight, before)
     first = before if hidden == "fixed" else store["0.weight"]
     bias = body[0].bias if hidden == "fixed" else store["0.bias"]
     values = guide.median()
@@ -246,6 +248,11 @@ def test_hidden_parameters_are_fixed_or_trained(hidden: Any) -> None:
     expected = nn.functional.linear(features, values["2.weight"], values["2.bias"])
     torch.testing.assert_close(model.predict(values, x).output[0], expected.detach())
     assert torch.equal(first, before) == (hidden == "fixed")
+    kernel = ps.SGLD(model, step_size=1e-3)  # on the graph, with what was trained held fixed
+    mcmc = ps.VectorizedMCMC(kernel, num_samples=2, warmup_steps=0, num_chains=3, disable_progbar=True)
+    mcmc.run(x, y)
+    elbo = Trace_ELBO(num_particles=2, vectorize_particles=True)
+    SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), elbo).step(x, y)
 
 
 def test_dropout_is_off_and_batch_norm_keeps_its_statistics() -> None:

@@ -62,7 +62,7 @@ def test_fan_in_counts_the_terms_of_one_output(layer: nn.Module, inputs: int) ->
 
 def test_the_first_prior_that_fits_is_the_layers() -> None:
     net = small()
-    scales = {
+    scales: dict[Any, float] = {
         "3.0": 1.0,  # a module's name
         "*.bias": 2.0,
         nn.BatchNorm1d: 3.0,
@@ -109,7 +109,7 @@ def test_tied_parameters_are_one_site_and_act_everywhere() -> None:
 
 
 def test_hide_and_expose_by_name_type_and_instance() -> None:
-    net = small()
+    net: Any = small()
     last = ("3.0.weight", "3.0.bias")
     for expose in ("3", "3.*", net[3], net[3][0], [net[3][0].weight, "3.0.bias"]):
         assert model_of(IID, net, expose=expose).sites == last
