@@ -241,7 +241,15 @@ class BayesianModule(nn.Module):
         if chunk_size == 1:
             count = len(next(iter(weights.values())))
             return torch.stack([run({name: w[s] for name, w in weights.items()}) for s in range(count)])
-        result: Tensor = vmap(run, chunk_size=chunk_size)(weights)
+        try:
+            result: Tensor = vmap(run, chunk_size=chunk_size)(weights)
+        except RuntimeError as error:
+            if "atching rule" not in str(error):
+                raise
+            raise RuntimeError(
+                f"torch.func.vmap can't run the network for many draws at once: {error} Pass chunk_size=1 to "
+                "predict, and take no vectorised particles"
+            ) from error
         return result
 
     @torch.no_grad()
@@ -260,6 +268,7 @@ class BayesianModule(nn.Module):
 
         Raises:
             ValueError: if a site is missing, or of another shape.
+            RuntimeError: if the network can't be run for many draws at once, as recurrent ones can't.
         """
         values: dict[str, Tensor] = {}
         for name, prior in self._priors.items():

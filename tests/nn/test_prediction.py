@@ -127,6 +127,26 @@ def test_draws_grouped_by_chain_and_single_points() -> None:
     assert not point.output.requires_grad
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(x)[0][:, -1])
+
+
+def test_networks_that_vmap_can_not_take_run_draw_by_draw() -> None:
+    model = ps.BayesianModule(Recurrent(), ps.nn.FanInPrior(), ps.nn.Categorical())
+    draws = {name: prior.sample((3,)) for name, prior in model._priors.items()}
+    x = torch.randn(5, 6, 3)
+    with pytest.raises(RuntimeError, match="Pass chunk_size=1 to predict"):
+        model.predict(draws, x)
+    prediction = model.predict(draws, x, chunk_size=1)
+    first = {name: value[0] for name, value in draws.items()}
+    torch.testing.assert_close(prediction.output[0], torch.func.functional_call(model.net, first, (x,)))
+
+
 def test_draws_that_do_not_fit_are_refused() -> None:
     model, draws, x, _ = setting("unknown")
     with pytest.raises(ValueError, match="draws have no site 'noise_scale'; the model's sites are"):
