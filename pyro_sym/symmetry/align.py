@@ -14,6 +14,7 @@ from torch import Tensor
 from pyro_sym.errors import SymmetryError
 from pyro_sym.symmetry.base import Element, Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
+from pyro_sym.symmetry.flat import flatten, nest
 from pyro_sym.symmetry.product import Product
 
 __all__ = ["Alignment", "align"]
@@ -123,8 +124,15 @@ def align(
     """
     batch_ndim = 2 if group_by_chain else 1
     batch_shape = _batch_shape(samples, symmetry, batch_ndim)
-    group = symmetry if isinstance(symmetry, Product) else Product(symmetry)
-    descent = _Descent(group, _standardise(group, samples, batch_ndim))
+    flat = flatten(symmetry)
+    if flat is None:
+        raise SymmetryError(
+            f"align works modulo Permutation, SignFlip and products and views of them, not modulo {symmetry}"
+        )
+    if not flat.members:
+        return Alignment(dict(samples), symmetry.identity({}), torch.zeros(1, dtype=torch.float64), True)
+    group = flat.symmetry
+    descent = _Descent(group, _standardise(group, flat.view(samples), batch_ndim))
     best: _Run | None = None
     for start in descent.starts(num_references):
         run = descent.run(*start, max_sweeps)
@@ -137,12 +145,13 @@ def align(
             "Raise max_sweeps, or ask whether the units can be told apart at all",
             stacklevel=2,
         )
-    elements: Element = tuple(
-        part.reshape(*batch_shape, -1).to(samples[member.sites[0]].device)
-        for member, part in zip(group.members, best.elements, strict=True)
+    elements = nest(
+        symmetry,
+        (
+            part.reshape(*batch_shape, -1).to(samples[member.sites[0]].device)
+            for member, part in zip(group.members, best.elements, strict=True)
+        ),
     )
-    if group is not symmetry:
-        (elements,) = elements
     with torch.no_grad():
         images = symmetry.act(elements, samples)
     return Alignment(images, elements, torch.tensor(best.objective, dtype=torch.float64), best.converged)
@@ -381,10 +390,6 @@ class _Piece(NamedTuple):
 def _blocks(group: Product) -> list[_Block]:
     blocks = []
     for i, member in enumerate(group.members):
-        if not isinstance(member, Permutation | SignFlip):
-            raise SymmetryError(
-                f"align works modulo Permutation, SignFlip and products of them, not modulo {member}"
-            )
         if isinstance(member, Permutation):
             riders = tuple(sign for sign, carrier in group._carrier.items() if carrier == i)
             blocks.append(_Block(i, riders, member.axes))
