@@ -153,7 +153,7 @@ def separable_sites(guide: Callable[..., Any], symmetry: Symmetry) -> UnitAxes |
 
 
 def signed_axes(symmetry: Symmetry) -> UnitAxes | None:
-    """Where the units lie, if one permutation moves them along one axis of each site, with all their signs."""
+    """Where the units lie, if one permutation moves them on one axis of each site, with all their signs."""
     found = _one_permutation(symmetry)
     if found is None:
         return None

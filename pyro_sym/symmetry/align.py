@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ __all__ = ["Alignment", "align"]
 VARIANCE_FLOOR = 1e-6
 # A draw is moved only for a gain above rounding: then equal costs can't make the descent go in circles.
 LEAST_GAIN = 1e-9
+SEED = 0x5EED
 MAX_COST_ENTRIES = 2**24
 
 
@@ -58,6 +59,7 @@ def align(
     *,
     group_by_chain: bool = False,
     num_references: int = 4,
+    num_restarts: int = 4,
     max_sweeps: int = 100,
 ) -> Alignment:
     r"""Choose a group element for every draw, so that all draws use the same labels and signs.
@@ -135,10 +137,11 @@ def align(
     descent = _Descent(group, _standardise(group, flat.view(samples), batch_ndim))
     best: _Run | None = None
     for start in descent.starts(num_references):
-        run = descent.run(*start, max_sweeps)
+        run = descent.run(start, max_sweeps)
         if best is None or best.objective[-1] - run.objective[-1] > LEAST_GAIN * (1 + abs(run.objective[-1])):
             best = run
     assert best is not None
+    best = descent.refine(best, num_restarts, max_sweeps)
     if not best.converged:
         warnings.warn(
             f"align still moved draws after {max_sweeps} sweeps; its labels are not at a fixed point. "
@@ -149,7 +152,7 @@ def align(
         symmetry,
         (
             part.reshape(*batch_shape, -1).to(samples[member.sites[0]].device)
-            for member, part in zip(group.members, best.elements, strict=True)
+            for member, part in zip(group.members, best.state.elements, strict=True)
         ),
     )
     with torch.no_grad():
@@ -240,10 +243,32 @@ class _Block(NamedTuple):
         return all(len(several) == 1 for several in self.axes.values())
 
 
-class _Run(NamedTuple):
-    """What one start ended in."""
+class _State(NamedTuple):
+    """Elements, and the draws moved by them."""
 
     elements: Element
+    images: dict[str, Tensor]
+
+    def take(self, rows: Tensor) -> _State:
+        return _State(
+            tuple(part[rows] for part in self.elements),
+            {site: value[rows] for site, value in self.images.items()},
+        )
+
+    def put(self, rows: Tensor, some: _State) -> _State:
+        """The state with some of its draws replaced."""
+        return _State(
+            tuple(
+                part.index_put((rows,), new) for part, new in zip(self.elements, some.elements, strict=True)
+            ),
+            {site: value.index_put((rows,), some.images[site]) for site, value in self.images.items()},
+        )
+
+
+class _Run(NamedTuple):
+    """What a descent ended in."""
+
+    state: _State
     objective: list[float]
     converged: bool
 
@@ -261,78 +286,120 @@ class _Descent:
         self.num_draws = len(next(iter(draws.values())))
         self.blocks = _blocks(group)
 
-    def starts(self, num_references: int) -> Iterator[tuple[Element, dict[str, Tensor]]]:
-        """Elements, and the draws moved by them: as the draws are, then closest to one draw after another."""
-        yield self._identity(), self.draws
+    def starts(self, num_references: int) -> Iterator[_State]:
+        """The draws as they are, then closest to one draw after another."""
+        yield _State(self._identity(self.num_draws), self.draws)
         stride = self.num_draws / num_references if num_references else 0.0
         for k in sorted({int((i + 0.5) * stride) for i in range(num_references)}):
-            yield self._place({site: value[k : k + 1] for site, value in self.draws.items()})
+            reference = {site: value[k : k + 1] for site, value in self.draws.items()}
+            ones = {site: torch.ones_like(value) for site, value in reference.items()}
+            yield self._place(_Moments(reference, ones), self.blocks)
 
-    def run(self, elements: Element, images: dict[str, Tensor], max_sweeps: int) -> _Run:
-        moments = _Moments.of(images)
-        path = [moments.objective(images)]
+    def run(self, state: _State, max_sweeps: int) -> _Run:
+        """Sweeps and moments in turn, until no draw moves."""
+        moments = _Moments.of(state.images)
+        path = [moments.objective(state.images)]
         for _ in range(max_sweeps):
-            any_moved = False
-            for block in self.blocks:
-                elements, images, moved = self._improve(block, elements, images, moments)
-                any_moved |= moved
-            if not any_moved:
-                return _Run(elements, path, True)
-            moments = _Moments.of(images)
-            path.append(moments.objective(images))
-        return _Run(elements, path, False)
+            state, moved = self._sweep(state, moments)
+            if not moved.any():
+                return _Run(state, path, True)
+            moments = _Moments.of(state.images)
+            path.append(moments.objective(state.images))
+        return _Run(state, path, False)
 
-    def _identity(self) -> Element:
+    def refine(self, run: _Run, num_restarts: int, max_sweeps: int) -> _Run:
+        """Place all draws anew, in one order of the blocks after another, until none moves any draw."""
+        orders = self._orders(num_restarts)
+        failures = 0
+        while failures < len(orders) and run.converged:
+            moments = _Moments.of(run.state.images)
+            state, moved = self._restart(run.state, moments, orders[0])
+            orders = [*orders[1:], orders[0]]
+            failures += 1
+            if moved:
+                failures = 0
+                more = self.run(state, max_sweeps - len(run.objective))
+                run = _Run(more.state, run.objective + more.objective, more.converged)
+        return run
+
+    def _orders(self, num_restarts: int) -> list[list[_Block]]:
+        """Orders of the blocks to restart with; none for one linear block, whose choice is the best."""
+        if len(self.blocks) == 1 and self.blocks[0].is_linear:
+            return []
+        generator = torch.Generator().manual_seed(SEED)
+        size = len(self.blocks)
+        orders = [torch.randperm(size, generator=generator).tolist() for _ in range(10 * num_restarts)]
+        distinct = list(dict.fromkeys(map(tuple, orders)))[:num_restarts]
+        return [[self.blocks[b] for b in order] for order in distinct]
+
+    def _restart(self, state: _State, moments: _Moments, order: Sequence[_Block]) -> tuple[_State, bool]:
+        trial = self._place(moments, order)
+        rows = torch.arange(self.num_draws)
+        while len(rows):
+            some, moved = self._sweep(trial.take(rows), moments)
+            trial = trial.put(rows, some)
+            rows = rows[moved]
+        distance, other = moments.distance(state.images), moments.distance(trial.images)
+        better = (other < distance - LEAST_GAIN * (1 + distance)).nonzero().squeeze(-1)
+        return state.put(better, trial.take(better)), len(better) > 0
+
+    def _sweep(self, state: _State, moments: _Moments) -> tuple[_State, Tensor]:
+        """Improve block by block, and say which draws moved."""
+        any_moved = torch.zeros(len(state.elements[0]), dtype=torch.bool)
+        for block in self.blocks:
+            state, moved = self._improve(block, state, moments)
+            any_moved |= moved
+        return state, any_moved
+
+    def _identity(self, num_draws: int) -> Element:
         first = {site: value[0] for site, value in self.draws.items()}
-        return self.group.identity(first, (self.num_draws,))
+        return self.group.identity(first, (num_draws,))
 
-    def _place(self, reference: dict[str, Tensor]) -> tuple[Element, dict[str, Tensor]]:
-        """Match all draws to one draw, member by member.
+    def _place(self, moments: _Moments, order: Sequence[_Block]) -> _State:
+        """Match all draws to a mean, block by block from scratch.
 
         A site between two blocks, as the weights between two layers are, says nothing about the first while
         the labels of the second are arbitrary, so it waits until the second has been placed.
         """
-        moments = _Moments(reference, {site: torch.ones_like(value) for site, value in reference.items()})
-        elements, images = self._identity(), self.draws
-        for i, block in enumerate(self.blocks):
-            later = {site for other in self.blocks[i + 1 :] for site in other.axes}
+        elements, images = self._identity(self.num_draws), self.draws
+        for i, block in enumerate(order):
+            later = {site for other in order[i + 1 :] for site in other.axes}
             usable = block.axes.keys() - later or block.axes.keys()
             increment = self._propose(block, images, moments, diagonal=True, sites=usable)
             elements = self._compose(increment, elements)
             images = {**images, **self._act(increment, {site: images[site] for site in block.axes})}
-        return elements, images
+        return _State(elements, images)
 
-    def _improve(
-        self, block: _Block, elements: Element, images: dict[str, Tensor], moments: _Moments
-    ) -> tuple[Element, dict[str, Tensor], bool]:
+    def _improve(self, block: _Block, state: _State, moments: _Moments) -> tuple[_State, Tensor]:
         """Move the draws that a better choice in one block brings closer to the mean."""
+        elements, images = state
         current = {site: images[site] for site in block.axes}
         distance = moments.distance(current)
-        any_moved = False
+        any_moved = torch.zeros_like(distance, dtype=torch.bool)
         for increment in self._increments(block, current, moments):
             trial = self._act(increment, current)
             trial_distance = moments.distance(trial)
             better = trial_distance < distance - LEAST_GAIN * (1 + distance)
             if not better.any():
                 continue
-            any_moved = True
+            any_moved |= better
             moved = self._compose(increment, elements)
             elements = tuple(_where(better, new, old) for new, old in zip(moved, elements, strict=True))
             # In place, for the increments that follow to be found from here.
             current.update({site: _where(better, trial[site], value) for site, value in current.items()})
             distance = torch.where(better, trial_distance, distance)
-        return elements, {**images, **current}, any_moved
+        return _State(elements, {**images, **current}), any_moved
 
     def _increments(self, block: _Block, images: dict[str, Tensor], moments: _Moments) -> Iterator[Increment]:
         """What to try in a block. For a linear block the first is the best there is."""
         yield self._propose(block, images, moments, diagonal=False, sites=block.axes)
         if not block.is_linear:
             yield self._propose(block, images, moments, diagonal=True, sites=block.axes)
-            yield from self._small_steps(block)
+            yield from self._small_steps(block, len(next(iter(images.values()))))
 
-    def _small_steps(self, block: _Block) -> Iterator[Increment]:
+    def _small_steps(self, block: _Block, num_draws: int) -> Iterator[Increment]:
         """All swaps of two labels and all flips of one sign, each alike for all draws."""
-        neutral = self._identity()
+        neutral = self._identity(num_draws)
         if block.permutation is not None:
             labels = neutral[block.permutation]
             for i, j in torch.combinations(torch.arange(labels.shape[-1])).tolist():
@@ -362,7 +429,9 @@ class _Descent:
             fixed.append((weight, weight * _rows(moments.mean[piece.site], piece.axes)[0]))
         size = max(len(weight) for weight, _ in fixed)
         parts = []
-        for draws in torch.arange(self.num_draws).split(max(1, MAX_COST_ENTRIES // size**2)):
+        for draws in torch.arange(len(next(iter(images.values())))).split(
+            max(1, MAX_COST_ENTRIES // size**2)
+        ):
             rows = [_rows(images[piece.site][draws], piece.axes) for piece in pieces]
             parts.append(_choose(block, pieces, rows, fixed))
         return {member: torch.cat([part[member] for part in parts]) for member in parts[0]}
@@ -373,7 +442,7 @@ class _Descent:
         return images
 
     def _compose(self, increment: Increment, elements: Element) -> Element:
-        neutral = self._identity()
+        neutral = self._identity(len(next(iter(increment.values()))))
         return self.group.compose(
             tuple(increment.get(member, part) for member, part in enumerate(neutral)), elements
         )
