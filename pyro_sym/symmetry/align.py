@@ -58,8 +58,9 @@ def align(
     symmetry: Symmetry,
     *,
     group_by_chain: bool = False,
+    reference: Mapping[str, Tensor] | None = None,
     num_references: int = 4,
-    num_restarts: int = 4,
+    num_restarts: int = 6,
     max_sweeps: int = 100,
 ) -> Alignment:
     r"""Choose a group element for every draw, so that all draws use the same labels and signs.
@@ -90,14 +91,31 @@ def align(
     they improve.
 
     The descent starts from the draws as they are and from ``num_references`` of the draws as first mean; the
-    lowest :math:`J` wins, the earlier start if they tie. Nothing is random.
+    lowest :math:`J` wins, the earlier start if they tie. For one permutation, or one set of signs, on one
+    axis a site the choice at fixed moments is the best there is. For all other groups draws may be caught in
+    local optima, alone or together: at the moments that were found, every draw is placed anew, block by block
+    in another order of the blocks, and moved where that brings it closer; the descent goes on until none of
+    ``num_restarts`` orders moves a draw. Nothing is random.
+
+    Labels that all draws share are arbitrary. With a ``reference``, one element :math:`h` for all draws is
+    chosen after that, with :math:`h^{-1}` bringing the reference closest to the mean,
+
+    .. math::
+
+        h^{-1} = \arg\min_{g} \sum_c \bigl((g \cdot r)_c - \mu_c\bigr)^2 / \sigma_c^2,
+
+    so that runs aligned to one reference have the same labels.
 
     Args:
         samples: draws by site, of shape ``(num_samples, *shape)``, or ``(num_chains, num_samples, *shape)``
             with ``group_by_chain``. Any device and any real dtype will do; costs are computed in float64.
-        symmetry: a :class:`Permutation`, a :class:`SignFlip` or a :class:`Product` of them.
+        symmetry: a :class:`Permutation`, a :class:`SignFlip`, or a :class:`Product` or :class:`Viewed` of
+            them, nested or not. Of the trivial group, ``Product()``, the draws come back as they are.
         group_by_chain: whether a chain dim stands in front, as in :meth:`pyro.infer.MCMC.get_samples`.
+        reference: values of the symmetry's sites, each of the shape of one draw, to take the labels from: a
+            draw, or the mean of another run's aligned draws.
         num_references: how many draws, evenly spread, serve as first mean in turn.
+        num_restarts: how many orders of the blocks are tried at the end; 0 for none.
         max_sweeps: the most sweeps from one start; a warning says if they did not suffice.
 
     Returns:
@@ -105,7 +123,8 @@ def align(
 
     Raises:
         SymmetryError: if the symmetry can't act on the draws, or is of a kind that can't be aligned.
-        ValueError: if there are no draws, sites disagree on their number, or a draw is not finite.
+        ValueError: if there are no draws, sites disagree on their number, or a draw is not finite; if the
+            reference lacks a site, has it in another shape, or is not finite.
 
     Example:
         >>> locs = torch.tensor([[0.0, 5.0], [5.1, 0.1], [0.2, 4.9]])
@@ -134,7 +153,9 @@ def align(
     if not flat.members:
         return Alignment(dict(samples), symmetry.identity({}), torch.zeros(1, dtype=torch.float64), True)
     group = flat.symmetry
-    descent = _Descent(group, _standardise(group, flat.view(samples), batch_ndim))
+    draws = flat.view({site: samples[site] for site in symmetry.sites})
+    scaling = _Scaling.of(group, draws, batch_ndim)
+    descent = _Descent(group, scaling(draws, batch_ndim))
     best: _Run | None = None
     for start in descent.starts(num_references):
         run = descent.run(start, max_sweeps)
@@ -142,6 +163,12 @@ def align(
             best = run
     assert best is not None
     best = descent.refine(best, num_restarts, max_sweeps)
+    state = best.state
+    if reference is not None:
+        one = flat.view(_checked(reference, samples, symmetry, batch_ndim))
+        to_mean = _Descent(group, scaling(one, 0)).closest(_Moments.of(state.images), num_restarts)
+        shared = tuple(part.expand(descent.num_draws, -1) for part in group.inverse(to_mean))
+        state = state._replace(elements=group.compose(shared, state.elements))
     if not best.converged:
         warnings.warn(
             f"align still moved draws after {max_sweeps} sweeps; its labels are not at a fixed point. "
@@ -152,7 +179,7 @@ def align(
         symmetry,
         (
             part.reshape(*batch_shape, -1).to(samples[member.sites[0]].device)
-            for member, part in zip(group.members, best.state.elements, strict=True)
+            for member, part in zip(group.members, state.elements, strict=True)
         ),
     )
     with torch.no_grad():
@@ -189,18 +216,56 @@ def _batch_shape(samples: Mapping[str, Tensor], symmetry: Symmetry, batch_ndim: 
     return first[1]
 
 
-def _standardise(group: Product, samples: Mapping[str, Tensor], batch_ndim: int) -> dict[str, Tensor]:
-    """The group's sites in float64, ``(M, *event)``, scaled by moments that the group leaves alone."""
-    scaled = {}
-    for site in group.axes:
-        value = samples[site].detach().to("cpu", torch.float64).flatten(0, batch_ndim - 1)
-        units = [a for m in group.members if isinstance(m, Permutation) for a in m.axes.get(site, ())]
-        signed = any(isinstance(m, SignFlip) and site in m.axes for m in group.members)
-        centre = 0.0 if signed else value.mean((0, *units), keepdim=True)
-        scale = (value - centre).square().mean((0, *units), keepdim=True).sqrt()
-        # A constant site has only the rounding of its mean for a scale.
-        scaled[site] = (value - centre) / torch.where(scale > 1e-12 * value.abs().max(), scale, 1.0)
-    return scaled
+def _checked(
+    reference: Mapping[str, Tensor], samples: Mapping[str, Tensor], symmetry: Symmetry, batch_ndim: int
+) -> dict[str, Tensor]:
+    """The symmetry's sites of a reference."""
+    for site in symmetry.sites:
+        if site not in reference:
+            raise ValueError(
+                f"the reference has no site {site!r}, which {symmetry} moves; give a value for it"
+            )
+        shape, expected = tuple(reference[site].shape), tuple(samples[site].shape[batch_ndim:])
+        if shape != expected:
+            raise ValueError(f"site {site!r} of the reference has shape {shape}, but one draw has {expected}")
+        if not reference[site].isfinite().all():
+            raise ValueError(f"site {site!r} of the reference is not finite")
+    return {site: reference[site] for site in symmetry.sites}
+
+
+class _Scaling(NamedTuple):
+    """Centre and scale of sites, by moments that the group leaves alone."""
+
+    centre: dict[str, Tensor]
+    scale: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, group: Product, draws: Mapping[str, Tensor], batch_ndim: int) -> _Scaling:
+        scaling = cls({}, {})
+        for site, value in _double(draws, batch_ndim).items():
+            units = [a for m in group.members if isinstance(m, Permutation) for a in m.axes.get(site, ())]
+            signed = any(isinstance(m, SignFlip) and site in m.axes for m in group.members)
+            centre = torch.zeros(()) if signed else value.mean((0, *units), keepdim=True)
+            scale = (value - centre).square().mean((0, *units), keepdim=True).sqrt()
+            scaling.centre[site] = centre
+            # A constant site has only the rounding of its mean for a scale.
+            scaling.scale[site] = torch.where(scale > 1e-12 * value.abs().max(), scale, 1.0)
+        return scaling
+
+    def __call__(self, values: Mapping[str, Tensor], batch_ndim: int) -> dict[str, Tensor]:
+        """Scaled values in float64, of shape ``(M, *event)``."""
+        return {
+            site: (value - self.centre[site]) / self.scale[site]
+            for site, value in _double(values, batch_ndim).items()
+        }
+
+
+def _double(values: Mapping[str, Tensor], batch_ndim: int) -> dict[str, Tensor]:
+    """In float64, with one batch dim."""
+    return {
+        site: value.detach().to("cpu", torch.float64).reshape(-1, *value.shape[batch_ndim:])
+        for site, value in values.items()
+    }
 
 
 class _Moments(NamedTuple):
@@ -322,6 +387,14 @@ class _Descent:
                 run = _Run(more.state, run.objective + more.objective, more.converged)
         return run
 
+    def closest(self, moments: _Moments, num_restarts: int) -> Element:
+        """Elements that bring the draws closest to a fixed mean."""
+        state = _State(self._identity(self.num_draws), self.draws)
+        state = self._settle(state, moments, torch.arange(self.num_draws))
+        for order in self._orders(num_restarts):
+            state, _ = self._restart(state, moments, order)
+        return state.elements
+
     def _orders(self, num_restarts: int) -> list[list[_Block]]:
         """Orders of the blocks to restart with; none for one linear block, whose choice is the best."""
         if len(self.blocks) == 1 and self.blocks[0].is_linear:
@@ -333,15 +406,20 @@ class _Descent:
         return [[self.blocks[b] for b in order] for order in distinct]
 
     def _restart(self, state: _State, moments: _Moments, order: Sequence[_Block]) -> tuple[_State, bool]:
-        trial = self._place(moments, order)
-        rows = torch.arange(self.num_draws)
-        while len(rows):
-            some, moved = self._sweep(trial.take(rows), moments)
-            trial = trial.put(rows, some)
-            rows = rows[moved]
-        distance, other = moments.distance(state.images), moments.distance(trial.images)
-        better = (other < distance - LEAST_GAIN * (1 + distance)).nonzero().squeeze(-1)
+        distance, trial = moments.distance(state.images), self._place(moments, order)
+        margin = LEAST_GAIN * (1 + distance)
+        farther = (moments.distance(trial.images) > distance + margin).nonzero().squeeze(-1)
+        trial = self._settle(trial, moments, farther)
+        better = (moments.distance(trial.images) < distance - margin).nonzero().squeeze(-1)
         return state.put(better, trial.take(better)), len(better) > 0
+
+    def _settle(self, state: _State, moments: _Moments, rows: Tensor) -> _State:
+        """Sweeps over some draws at fixed moments, until none of them moves."""
+        while len(rows):
+            some, moved = self._sweep(state.take(rows), moments)
+            state = state.put(rows, some)
+            rows = rows[moved]
+        return state
 
     def _sweep(self, state: _State, moments: _Moments) -> tuple[_State, Tensor]:
         """Improve block by block, and say which draws moved."""
