@@ -16,7 +16,16 @@ from pyro.infer.autoguide.initialization import init_to_mean
 from pyro.optim import Adam
 from torch import Tensor
 
-from pyro_sym import AutoSymmetrized, Permutation, Product, SignFlip, Symmetry, SymmetryGain, Viewed
+from pyro_sym import (
+    AutoSymmetrized,
+    Permutation,
+    Product,
+    SignFlip,
+    Symmetry,
+    SymmetryError,
+    SymmetryGain,
+    Viewed,
+)
 from pyro_sym.infer.average import OneBlock, PartlyOneBlock, Trivial, Uniform
 from pyro_sym.infer.blocks import BlocksOfDensity, BlocksOfNormals
 from pyro_sym.orbit.exact import enumerated
@@ -225,7 +234,7 @@ def test_views_of_views_are_averaged_over_uniform_elements() -> None:
     guide = AutoSymmetrized(mean_field(), twice)
     guide()
     assert guide.method == "exact", "by enumeration, as it is small"
-    with pytest.raises(Exception, match="uniform"):
+    with pytest.raises(SymmetryError, match="uniform"):
         AutoSymmetrized(mean_field(), twice, estimator="importance")()
 
 
