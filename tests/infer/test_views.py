@@ -25,6 +25,7 @@ from pyro_sym import (
     SymmetryError,
     SymmetryGain,
     Viewed,
+    from_pyro_svi,
 )
 from pyro_sym.infer.average import OneBlock, PartlyOneBlock, Trivial, Uniform
 from pyro_sym.infer.blocks import BlocksOfDensity, BlocksOfNormals
@@ -236,6 +237,15 @@ def test_views_of_views_are_averaged_over_uniform_elements() -> None:
     assert guide.method == "exact", "by enumeration, as it is small"
     with pytest.raises(SymmetryError, match="uniform"):
         AutoSymmetrized(mean_field(), twice, estimator="importance")()
+
+
+def test_exports_name_the_members_inside() -> None:
+    guide = AutoSymmetrized(mean_field(), NETWORK)
+    exported = from_pyro_svi(guide, num_samples=20)
+    assert {"permutation_0", "permutation_1", "sign"} <= set(exported["sample_stats"].data_vars)
+    trivial = from_pyro_svi(guide, num_samples=20, symmetry=Product())
+    aligned, raw = trivial["posterior_aligned"]["conv"], trivial["posterior"]["conv"]
+    assert (aligned.values == raw.values).all()
 
 
 @pytest.mark.parametrize("trivial", [Product(), Viewed(Product(), {}), Permutation({"one": -1})])
