@@ -116,7 +116,7 @@ def align(
             draw, or the mean of another run's aligned draws.
         num_references: how many draws, evenly spread, serve as first mean in turn.
         num_restarts: how many orders of the blocks are tried at the end; 0 for none.
-        max_sweeps: the most sweeps from one start; a warning says if they did not suffice.
+        max_sweeps: the most sweeps from one start or restart; a warning says if they did not suffice.
 
     Returns:
         The aligned draws, with the elements applied.
@@ -383,7 +383,7 @@ class _Descent:
             failures += 1
             if moved:
                 failures = 0
-                more = self.run(state, max_sweeps - len(run.objective))
+                more = self.run(state, max_sweeps)
                 run = _Run(more.state, run.objective + more.objective, more.converged)
         return run
 

@@ -82,10 +82,8 @@ def halves(guide: AutoSymmetrized, count: int, num_elements: int) -> tuple[Tenso
         run = guide._run(layout, draws, (), {})
         exact = enumerated(guide.symmetry, run.density(), draws.values, draws.own)
         chosen = guide._chosen
-        return tuple(
-            draws.own + half - exact
-            for half in (chosen.bound(run, num_elements), chosen.unbiased(run, num_elements))
-        )
+        above, below = chosen.bound(run, num_elements), chosen.unbiased(run, num_elements)
+        return draws.own + above - exact, draws.own + below - exact
 
 
 def check_direction(above: Tensor, below: Tensor) -> None:

@@ -247,7 +247,7 @@ def test_one_layer_gets_the_best_of_all_elements() -> None:
 
     def distance(values: dict[str, Tensor]) -> Tensor:
         terms = [((values[s] - mean).square() / variance) for s, (mean, variance) in moments.items()]
-        return sum(term.flatten(-2).sum(-1) for term in terms)
+        return torch.stack([term.flatten(-2).sum(-1) for term in terms]).sum(0)
 
     one = {site: value[0] for site, value in draws.items()}
     every = map_element(lambda part: part.unsqueeze(1), symmetry.elements(one))
