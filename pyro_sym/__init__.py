@@ -26,6 +26,7 @@ from pyro_sym.symmetry import (
     Viewed,
     align,
     check_symmetry,
+    normalise_scales,
 )
 
 __all__ = [
@@ -63,4 +64,5 @@ __all__ = [
     "from_pyro",
     "from_pyro_svi",
     "kinetic_band",
+    "normalise_scales",
 ]

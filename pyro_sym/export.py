@@ -28,7 +28,7 @@ from pyro_sym.program import in_subsampled_plate, init_to_prior
 from pyro_sym.symmetry.align import Alignment, align
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation
-from pyro_sym.symmetry.product import Product
+from pyro_sym.symmetry.flat import flatten, leaves
 
 __all__ = ["dataset", "from_pyro", "from_pyro_svi"]
 
@@ -351,13 +351,11 @@ def _convert(
 
 def _elements(alignment: Alignment, symmetry: Symmetry) -> Group:
     """The elements applied, by member of the symmetry; names are numbered if there are several of a kind."""
-    if isinstance(symmetry, Product):
-        members, parts = symmetry.members, alignment.elements
-    else:
-        members, parts = [symmetry], (alignment.elements,)
+    group = flatten(symmetry)
+    assert group is not None, "align would have refused it"
     stats: Group = {}
-    kinds = ["permutation" if isinstance(member, Permutation) else "sign" for member in members]
-    for i, (kind, part) in enumerate(zip(kinds, parts, strict=True)):
+    kinds = ["permutation" if isinstance(member, Permutation) else "sign" for member in group.members]
+    for i, (kind, part) in enumerate(zip(kinds, leaves(alignment.elements), strict=True)):
         stats[f"{kind}_{kinds[:i].count(kind)}" if kinds.count(kind) > 1 else kind] = part
     return stats
 

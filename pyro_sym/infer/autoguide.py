@@ -118,6 +118,11 @@ class AutoSymmetrized(AutoGuide):
     in training, with the gradient of the plain guide, which keeps the ELBO a lower bound
     (:class:`~pyro_sym.infer.certificate.Certificate` has the argument).
 
+    What is said of permutations and sign flips holds for a :class:`Viewed` of them too, as the channels of a
+    flattened image are, and for products of views: the guide's coordinates are seen in the same shapes.
+    (Views of views are groups of another kind.) A group with one element, such as ``Product()`` for a model
+    in which no symmetry was found, leaves the guide as it is, at no cost and with a gain of exactly 0.
+
     In training :math:`\omega` is drawn from :math:`q`; by invariance that changes no expectation.
     :meth:`sample_posterior` draws from :math:`q^G`. :meth:`median` and :meth:`quantiles` are the base
     guide's: they speak of one representative of the orbit.

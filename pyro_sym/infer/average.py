@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,9 +23,18 @@ from pyro_sym.orbit.exact import CHUNK_NUMEL, LogProb, enumerated, log_prob_at_i
 from pyro_sym.orbit.importance import uniform, uniform_unbiased
 from pyro_sym.orbit.permanent import log_permanent
 from pyro_sym.symmetry.base import Symmetry
-from pyro_sym.symmetry.elementary import Permutation
+from pyro_sym.symmetry.flat import nest
 
-__all__ = ["Enumeration", "Method", "OneBlock", "OrbitAverage", "PartlyOneBlock", "Run", "Uniform"]
+__all__ = [
+    "Enumeration",
+    "Method",
+    "OneBlock",
+    "OrbitAverage",
+    "PartlyOneBlock",
+    "Run",
+    "Trivial",
+    "Uniform",
+]
 
 # Elements of the diagnostics' unbiased half, at least.
 NUM_DIAGNOSED = 64
@@ -98,6 +107,13 @@ class OrbitAverage(ABC):
         return Bracket(lower, upper)
 
 
+class Trivial(OrbitAverage):
+    """Of a group with one element: the guide's own density."""
+
+    def bound(self, run: Run, num_elements: int) -> Tensor:
+        return torch.zeros_like(run.draws.own)
+
+
 class Enumeration(OrbitAverage):
     """Over all elements, for any guide with a density."""
 
@@ -156,11 +172,11 @@ class PartlyOneBlock(OrbitAverage):
 
     Attributes:
         units: pairs slots and units by sites of the first kind.
-        rest: the sites of the second kind, and the axis of each along which its units lie.
+        rest: the permutation of sites of the second kind.
     """
 
     units: LogRatios
-    rest: Mapping[str, int]
+    rest: Symmetry
 
     def bound(self, run: Run, num_elements: int) -> Tensor:
         return sequential.importance(self.units(run.draws), num_elements, self._of_rest(run))
@@ -170,8 +186,11 @@ class PartlyOneBlock(OrbitAverage):
 
     def _of_rest(self, run: Run) -> Callable[[Tensor], Tensor]:
         """The log density of the rest at images by assignments (P, K, n)."""
-        permutation, density = Permutation({**self.rest}), run.density(self.rest)
-        values = {site: run.draws.values[site] for site in self.rest}
-        return lambda assignments: (
-            log_prob_at_images(permutation, density, values, assignments.transpose(0, 1)).mT
-        )
+        density = run.density(self.rest.sites)
+        values = {site: run.draws.values[site] for site in self.rest.sites}
+
+        def log_prob(assignments: Tensor) -> Tensor:
+            elements = nest(self.rest, [assignments.transpose(0, 1)])
+            return log_prob_at_images(self.rest, density, values, elements).mT
+
+        return log_prob

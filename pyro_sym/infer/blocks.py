@@ -16,13 +16,12 @@ from torch.distributions import biject_to, constraints
 from torch.distributions.transforms import ExpTransform, Transform, identity_transform
 
 from pyro_sym.infer.average import OrbitAverage, Run
-from pyro_sym.infer.units import coordinatewise
+from pyro_sym.infer.units import coordinatewise, viewed_normals
 from pyro_sym.orbit.coupling import Coupling
 from pyro_sym.orbit.exact import log_prob_at_images
 from pyro_sym.orbit.guided import Surrogate, draw_elements
-from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import SignFlip
-from pyro_sym.symmetry.product import Product
+from pyro_sym.symmetry.flat import FlatGroup
 
 __all__ = ["Blocks", "BlocksOfDensity", "BlocksOfNormals", "coordinates", "flipped_sites"]
 
@@ -43,10 +42,12 @@ class Blocks(OrbitAverage):
     """What both ways below share; see :mod:`pyro_sym.orbit.guided`.
 
     Attributes:
+        group: the symmetry's normal form, which shows sites in the shapes that the coupling speaks of.
         coupling: which block moves what.
         transforms: from the real line to the coordinates of every moved site.
     """
 
+    group: FlatGroup
     coupling: Coupling
     transforms: Mapping[str, Transform]
 
@@ -64,18 +65,22 @@ class Blocks(OrbitAverage):
     def _log_average(self, run: Run, surrogate: Surrogate, num_elements: int, with_identity: bool) -> Tensor:
         """The log average of the weights of densities relative to the draws' own, of shape ``(P,)``."""
 
+    def _points(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The coordinates of draws on the real line."""
+        free = {site: _finite(transform.inv(values[site])) for site, transform in self.transforms.items()}
+        return self.group.view(free)
+
+    def _sizes(self, values: Mapping[str, Tensor]) -> list[int]:
+        viewed = self.group.view(values)
+        return [block.size(viewed) for block in self.coupling.blocks]
+
     def _average(self, run: Run, num_elements: int, with_identity: bool) -> Tensor:
         values = run.draws.values
-        sizes = [block.size(values) for block in self.coupling.blocks]
-        moments = self._moments(run)
+        sizes, moments = self._sizes(values), self._moments(run)
         entries = num_elements * max(max(sizes) ** 2, *(values[site][0].numel() for site in self.transforms))
         averages = []
         for part in run.parts(max(1, CHUNK_NUMEL // entries)):
-            points = {
-                site: _finite(transform.inv(part.draws.values[site]))
-                for site, transform in self.transforms.items()
-            }
-            surrogate = Surrogate(self.coupling, sizes, points, moments)
+            surrogate = Surrogate(self.coupling, sizes, self._points(part.draws.values), moments)
             averages.append(self._log_average(part, surrogate, num_elements, with_identity))
         return torch.cat(averages) - self.symmetry.log_order(values)
 
@@ -92,10 +97,11 @@ class BlocksOfNormals(Blocks):
 
     def _moments(self, run: Run) -> Moments:
         assert isinstance(self.guide, AutoNormal)
-        return {site: self.guide._get_loc_and_scale(site) for site in self.transforms}
+        normals = {site: self.guide._get_loc_and_scale(site) for site in self.transforms}
+        return viewed_normals(self.group, normals)
 
     def _log_average(self, run: Run, surrogate: Surrogate, num_elements: int, with_identity: bool) -> Tensor:
-        summed = self.coupling.uncoupled(run.draws.values, self.max_size)
+        summed = self.coupling.uncoupled(self.group.view(run.draws.values), self.max_size)
         count = num_elements if len(summed) < len(self.coupling.blocks) else 1
         proposal = draw_elements(surrogate, count, with_identity=with_identity, summed=summed)
         log_weights = surrogate.log_sum(proposal.elements, summed) - proposal.log_probs
@@ -120,9 +126,8 @@ class BlocksOfDensity(Blocks):
 
     def _fit(self, others: Mapping[str, Tensor]) -> Moments:
         """Moments of some draws, the variances inflated to where their own labels are most likely guessed."""
-        points = {site: _finite(transform.inv(others[site])) for site, transform in self.transforms.items()}
+        points, sizes = self._points(others), self._sizes(others)
         moments = {site: (value.mean(0), value.std(0)) for site, value in points.items()}
-        sizes = [block.size(others) for block in self.coupling.blocks]
         best = -math.inf
         for factor in INFLATION:
             wider = {
@@ -160,10 +165,9 @@ def coordinates(support: Any, flipped: bool) -> Transform:
         return identity_transform
 
 
-def flipped_sites(symmetry: Symmetry) -> set[str]:
-    """Sites whose signs a symmetry flips."""
-    members = symmetry.members if isinstance(symmetry, Product) else [symmetry]
-    return {site for member in members if isinstance(member, SignFlip) for site in member.axes}
+def flipped_sites(group: FlatGroup) -> set[str]:
+    """Sites whose signs a group flips."""
+    return {site for member in group.members if isinstance(member, SignFlip) for site in member.axes}
 
 
 def _finite(points: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_sym.infer.units import Normals, separable_sites
+from pyro_sym.infer.units import Normals, separable_sites, viewed_normals
 from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.flat import FlatGroup
 
 __all__ = ["Certificate", "certificate"]
 
@@ -80,10 +81,13 @@ class Certificate:
         axes: the sites that the bound looks at, and the axis of each along which its units lie.
         signed: whether a sign rides on each unit.
         tolerance: the largest bound that is good enough, in nats.
+        view: shows sites in the shapes that have these axes, if not their own.
     """
 
-    def __init__(self, axes: Mapping[str, int], signed: bool, tolerance: float) -> None:
-        self.axes, self.signed, self.tolerance = dict(axes), signed, tolerance
+    def __init__(
+        self, axes: Mapping[str, int], signed: bool, tolerance: float, view: FlatGroup | None = None
+    ) -> None:
+        self.axes, self.signed, self.tolerance, self.view = dict(axes), signed, tolerance, view
         self._anchor: _Anchor | None = None
         self._pause = self._wait = 0
 
@@ -99,6 +103,8 @@ class Certificate:
         """
         if torch.jit.is_tracing():  # a trace would keep today's answer for ever
             return None
+        if self.view is not None:
+            normals = viewed_normals(self.view, normals)
         if self._anchor is not None and self._anchor.fits(normals):
             bound = self._moved(self._anchor, normals)
             if bound <= self.tolerance:
@@ -155,5 +161,7 @@ def certificate(guide: Callable[..., Any], symmetry: Symmetry, tolerance: float 
     Returns:
         A certificate, or ``None``.
     """
-    found = separable_sites(guide, symmetry)
-    return Certificate(*found, tolerance) if found is not None and tolerance else None
+    units = separable_sites(guide, symmetry)
+    if units is None or not tolerance:
+        return None
+    return Certificate(units.axes, units.signed, tolerance, units.view)

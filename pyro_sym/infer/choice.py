@@ -12,13 +12,14 @@ from torch.distributions import biject_to
 from torch.distributions.transforms import Transform, identity_transform
 
 from pyro_sym.errors import SymmetryError
-from pyro_sym.infer.average import Enumeration, OneBlock, OrbitAverage, PartlyOneBlock, Uniform
+from pyro_sym.infer.average import Enumeration, OneBlock, OrbitAverage, PartlyOneBlock, Trivial, Uniform
 from pyro_sym.infer.blocks import BlocksOfDensity, BlocksOfNormals, coordinates, flipped_sites
 from pyro_sym.infer.units import LogRatios, coordinatewise, pair_normals, separable_sites, signed_axes
 from pyro_sym.orbit.coupling import Coupling
 from pyro_sym.orbit.permanent import MAX_SIZE
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation
+from pyro_sym.symmetry.flat import FlatGroup, flatten
 
 __all__ = ["Estimator", "choose"]
 
@@ -47,22 +48,27 @@ def choose(
 
     Returns:
         The average. ``"auto"`` is exact where that takes permanents of up to 14 units or up to 1,000
-        elements, importance otherwise, and uniform for groups not made of permutations and sign flips.
+        elements, importance otherwise, and uniform for groups not made of permutations and sign flips. Of a
+        group with one element there is nothing to average, whatever the estimator.
 
     Raises:
         SymmetryError: if the estimator asked for can't serve this guide and group.
     """
+    log_order = symmetry.log_order(values)
+    if log_order == 0:
+        return Trivial(guide, symmetry, "exact")
     if estimator == "uniform":
         return Uniform(guide, symmetry, "uniform")
-    log_order = symmetry.log_order(values)
-    coupling = Coupling.of(symmetry)
-    normals = _normal_coordinates(guide, symmetry)
+    group, coupling = flatten(symmetry), Coupling.of(symmetry)
+    normals = _normal_coordinates(guide, group) if group else None
     if estimator in ("auto", "exact"):
-        summable = coupling and len(coupling.uncoupled(values, MAX_SIZE)) == len(coupling.blocks)
-        if units and summable:
-            return OneBlock(guide, symmetry, "exact", units)
-        if normals and coupling and summable:
-            return BlocksOfNormals(guide, symmetry, "exact", coupling, normals, MAX_SIZE)
+        if group and coupling:
+            summed = coupling.uncoupled(group.view(values), MAX_SIZE)
+            summable = len(summed) == len(coupling.blocks)
+            if units and summable:
+                return OneBlock(guide, symmetry, "exact", units)
+            if normals and summable:
+                return BlocksOfNormals(guide, symmetry, "exact", group, coupling, normals, MAX_SIZE)
         if log_order <= math.log(MAX_EXACT_AUTO if estimator == "auto" else MAX_EXACT) + 1e-9:
             return Enumeration(guide, symmetry, "exact")
         if estimator == "exact":
@@ -70,7 +76,7 @@ def choose(
                 f"estimator='exact' would enumerate the exp({log_order:.1f}) elements of {symmetry}, "
                 f"more than {MAX_EXACT:,}; use estimator='importance' or 'uniform'"
             )
-    if coupling is None:
+    if group is None or coupling is None:
         if estimator == "auto":
             return Uniform(guide, symmetry, "uniform")
         raise SymmetryError(
@@ -80,26 +86,28 @@ def choose(
     if units:
         return OneBlock(guide, symmetry, "importance", units)
     if normals:
-        return BlocksOfNormals(guide, symmetry, "importance", coupling, normals)
+        return BlocksOfNormals(guide, symmetry, "importance", group, coupling, normals)
     partly = _partly_one_block(guide, symmetry)
     if partly:
         return partly
-    flipped = flipped_sites(symmetry)
+    flipped = flipped_sites(group)
     transforms = {site: coordinates(supports[site], site in flipped) for site in symmetry.sites}
-    return BlocksOfDensity(guide, symmetry, "importance", coupling, transforms)
+    return BlocksOfDensity(guide, symmetry, "importance", group, coupling, transforms)
 
 
 def _partly_one_block(guide: Callable[..., Any], symmetry: Symmetry) -> PartlyOneBlock | None:
     """For mean-field guides on one permutation, some of whose sites factorise over units."""
     moved, separable = signed_axes(symmetry), separable_sites(guide, symmetry)
-    if moved is None or separable is None or moved[1]:
+    if moved is None or separable is None or moved.signed:
         return None
-    units = pair_normals(guide, Permutation({**separable[0]}))
-    rest = {site: axis for site, axis in moved[0].items() if site not in separable[0]}
-    return PartlyOneBlock(guide, symmetry, "importance", units, rest) if units and rest else None
+    units = pair_normals(guide, moved.view.on(Permutation({**separable.axes})))
+    rest = {site: axis for site, axis in moved.axes.items() if site not in separable.axes}
+    if not (units and rest):
+        return None
+    return PartlyOneBlock(guide, symmetry, "importance", units, moved.view.on(Permutation({**rest})))
 
 
-def _normal_coordinates(guide: Callable[..., Any], symmetry: Symmetry) -> dict[str, Transform] | None:
+def _normal_coordinates(guide: Callable[..., Any], symmetry: FlatGroup) -> dict[str, Transform] | None:
     """The transforms under which the moved sites are independent normals that the group moves, if any."""
     if not isinstance(guide, AutoNormal):
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import Dirichlet, Independent, constraints
 
 from pyro_sym.infer.capture import Draws
-from pyro_sym.infer.units import log_ratios, signed_axes
+from pyro_sym.infer.units import UnitAxes, log_ratios, signed_axes
 from pyro_sym.orbit.exact import LogProb
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation
@@ -28,22 +28,21 @@ class PairFactors:
     """Pairs slots and units by what the guide drew its sites from.
 
     Attributes:
-        axes: by moved site.
-        signed: whether a sign rides on each unit.
+        units: where the units of the moved sites lie.
     """
 
-    axes: Mapping[str, int]
-    signed: bool
+    units: UnitAxes
 
     def __call__(self, draws: Draws) -> Tensor:
         """The matrix."""
-        return log_ratios(self.pairs(draws), self.pairs(draws, sign=-1) if self.signed else None)
+        return log_ratios(self.pairs(draws), self.pairs(draws, sign=-1) if self.units.signed else None)
 
     def pairs(self, draws: Draws, sign: int = 1) -> Tensor:
         """The log density of every unit in every slot but for a constant, of shape (P, n, n)."""
         total: Any = 0.0
-        for site, axis in self.axes.items():
-            total = total + _pairs(_base(draws.fns[site]), axis, sign * draws.values[site])
+        for site, axis in self.units.axes.items():
+            shape = self.units.view.shapes.get(site, ())
+            total = total + _pairs(_base(draws.fns[site]), axis, shape, sign * draws.values[site])
         return total
 
 
@@ -64,18 +63,17 @@ def pair_factors(symmetry: Symmetry, draws: Draws) -> PairFactors | None:
         ``None``, or a function of draws that returns :math:`L`, of shape ``(P, n, n)``, in nats; gradients
         flow to values and parameters.
     """
-    found = signed_axes(symmetry)
-    if found is None:
+    units = signed_axes(symmetry)
+    if units is None:
         return None
-    axes, signed = found
-    for site, axis in axes.items():
-        base = _base(draws.fns[site])
-        by_unit = -axis > len(base.event_shape) and not isinstance(base, dist.Delta)
-        if not (by_unit or (isinstance(base, Dirichlet) and axis == -1)):
+    for site, (native,) in units.view.axes.items():
+        base, axis = _base(draws.fns[site]), units.axes[site]
+        by_unit = -native > len(base.event_shape) and not isinstance(base, dist.Delta)
+        if not (by_unit or (isinstance(base, Dirichlet) and axis == -1 and site not in units.view.shapes)):
             return None
-        if signed and not (by_unit and _is_real(base.support)):
+        if units.signed and not (by_unit and _is_real(base.support)):
             return None
-    return PairFactors(axes, signed)
+    return PairFactors(units)
 
 
 @torch.no_grad()
@@ -90,16 +88,17 @@ def factorises(pairs: PairFactors, draws: Draws, density: LogProb) -> bool:
     Returns:
         Whether they agree at random relabellings and, with signs, at the draws with all signs flipped.
     """
-    permutation = Permutation({**pairs.axes})
+    units = pairs.units
+    permutation = units.view.on(Permutation({**units.axes}))
     values = draws.values
     own, matrix = density(values), pairs.pairs(draws)
-    units = permutation.sample(values, (NUM_IMAGES, len(own)))
+    labels = permutation.sample(values, (NUM_IMAGES, len(own)))
     repeated = {site: value.expand(NUM_IMAGES, *value.shape) for site, value in values.items()}
-    actual = density(permutation.act(units, repeated)) - own
-    told = matrix.expand(NUM_IMAGES, *matrix.shape).gather(-1, units.unsqueeze(-1)).sum((-2, -1))
+    actual = density(permutation.act(labels, repeated)) - own
+    told = matrix.expand(NUM_IMAGES, *matrix.shape).gather(-1, labels.unsqueeze(-1)).sum((-2, -1))
     claims = [(told - _trace(matrix), actual)]
-    if pairs.signed:
-        negated = {site: -value if site in pairs.axes else value for site, value in values.items()}
+    if units.signed:
+        negated = {site: -value if site in units.axes else value for site, value in values.items()}
         claims.append((_trace(pairs.pairs(draws, sign=-1)) - _trace(matrix), density(negated) - own))
     return all(_agree(told, actual, own) for told, actual in claims)
 
@@ -126,15 +125,23 @@ def _trace(pairs: Tensor) -> Tensor:
     return pairs.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
-def _pairs(base: Any, axis: int, value: Tensor) -> Tensor:
-    """Log density of unit j in slot i of one site, values of shape (P, *native)."""
+def _pairs(base: Any, axis: int, shape: Sequence[tuple[int, ...]], value: Tensor) -> Tensor:
+    """Log density of unit j in slot i of one site, values of shape (P, *native), the axis in ``shape``."""
     event = len(base.event_shape)
-    if -axis <= event:  # on the simplex
+    if -axis <= event and not shape:  # on the simplex
         terms = torch.xlogy((base.concentration - 1).unsqueeze(-1), value.unsqueeze(-2))
         return terms.flatten(1, -3).sum(1) if terms.dim() > 3 else terms
-    n = value.shape[axis]
-    everywhere = value.movedim(axis, 0).unsqueeze(axis)  # shape: (n, P, ...), unit j in any slot
-    shape = list(everywhere.shape)
-    shape[axis] = n
-    terms = base.log_prob(everywhere.expand(shape)).movedim(axis + event, 2)  # shape: (n, P, n, ...)
+    viewed = _factored(value, shape)
+    n = viewed.shape[axis]
+    everywhere = viewed.movedim(axis, 0).unsqueeze(axis)  # shape: (n, P, ...), unit j in any slot
+    terms = base.log_prob(everywhere.expand(n, *viewed.shape).reshape(n, *value.shape))
+    batch, of_event = shape[: len(shape) - event], shape[max(len(shape) - event, 0) :]
+    slots = axis + event + sum(len(factors) - 1 for factors in of_event)
+    terms = _factored(terms, batch).movedim(slots, 2)  # shape: (n, P, n, ...)
     return (terms.flatten(3).sum(-1) if terms.dim() > 3 else terms).permute(1, 2, 0)
+
+
+def _factored(tensor: Tensor, shape: Sequence[tuple[int, ...]]) -> Tensor:
+    """The last dims in factors."""
+    sizes = (size for factors in shape for size in factors)
+    return tensor.reshape(*tensor.shape[: tensor.dim() - len(shape)], *sizes)

@@ -16,17 +16,19 @@ from torch.distributions.transforms import IndependentTransform, Transform, iden
 from pyro_sym.infer.capture import Draws
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
-from pyro_sym.symmetry.product import Product
+from pyro_sym.symmetry.flat import FlatGroup, flatten
 
 __all__ = [
     "LogRatios",
     "Normals",
+    "UnitAxes",
     "coordinatewise",
     "log_ratios",
     "normals_of",
     "pair_normals",
     "separable_sites",
     "signed_axes",
+    "viewed_normals",
 ]
 
 LogRatios = Callable[[Draws], Tensor]
@@ -39,27 +41,43 @@ MAX_DIFFERENCES = 2**16
 
 
 @dataclass(frozen=True)
+class UnitAxes:
+    """Where the units of one permutation lie.
+
+    Attributes:
+        axes: the axis of each site along which they do, in the shape in which the site is viewed.
+        signed: whether a sign rides on each unit.
+        view: shows sites in these shapes.
+    """
+
+    axes: Mapping[str, int]
+    signed: bool
+    view: FlatGroup
+
+
+@dataclass(frozen=True)
 class _PairNormals:
     """Pairs slots and units of an ``AutoNormal``."""
 
     guide: AutoNormal
-    axes: Mapping[str, int]
-    signed: bool
+    units: UnitAxes
     transforms: Mapping[str, Transform]
 
     def __call__(self, draws: Draws) -> Tensor:
         total: Any = 0.0
         flipped: Any = 0.0
-        for name, axis in self.axes.items():
-            loc, scale = (_rows(t, axis) for t in self.guide._get_loc_and_scale(name))
-            transform, value = self.transforms[name], draws.values[name]
-            free = transform.inv(value)
-            points = _rows(free, axis, batch=1)
+        signed = self.units.signed
+        values = self.units.view.view({name: draws.values[name] for name in self.units.axes})
+        normals = {name: self.guide._get_loc_and_scale(name) for name in values}
+        for name, (loc, scale) in viewed_normals(self.units.view, normals).items():
+            axis, value = self.units.axes[name], values[name]
+            loc, scale = _rows(loc, axis), _rows(scale, axis)
+            points = _rows(self.transforms[name].inv(value), axis, batch=1)
             total = total + _normal_pairs(loc, scale, points)
-            if self.signed:
+            if signed:
                 flipped = flipped + _normal_pairs(loc, scale, -points)
             # The Jacobian is of the unit, whatever its slot, and leaves the ratios alone.
-        return log_ratios(total, flipped if self.signed else None).to(value.dtype)
+        return log_ratios(total, flipped if signed else None).to(value.dtype)
 
 
 def pair_normals(guide: Callable[..., Any], symmetry: Symmetry) -> LogRatios | None:
@@ -82,22 +100,22 @@ def pair_normals(guide: Callable[..., Any], symmetry: Symmetry) -> LogRatios | N
 
     Returns:
         ``None`` if the guide is no ``AutoNormal`` whose density factorises this way: under one
-        :class:`Permutation` on one axis a site, signs on the same axes, and with supports on which the map to
-        the real line acts coordinate by coordinate (a simplex is not one). Otherwise a function of draws that
-        returns :math:`L`, of shape ``(P, n, n)``, in nats; gradients flow to values and parameters.
+        :class:`Permutation` on one axis (or factor of an axis) a site, signs on the same axes, and with
+        supports on which the map to the real line acts coordinate by coordinate (a simplex is not one).
+        Otherwise a function of draws that returns :math:`L`, of shape ``(P, n, n)``, in nats; gradients flow
+        to values and parameters.
     """
-    found = signed_axes(symmetry)
-    if found is None or not isinstance(guide, AutoNormal):
+    units = signed_axes(symmetry)
+    if units is None or not isinstance(guide, AutoNormal):
         return None
-    axes, signed = found
     transforms: dict[str, Transform] = {}
-    for name in axes:
+    for name in units.axes:
         site: Any = guide.prototype_trace.nodes[name]
         transform = coordinatewise(biject_to(site["fn"].support))
-        if transform is None or (signed and transform is not identity_transform):
+        if transform is None or (units.signed and transform is not identity_transform):
             return None
         transforms[name] = transform
-    return _PairNormals(guide, axes, signed, transforms)
+    return _PairNormals(guide, units, transforms)
 
 
 def log_ratios(pairs: Tensor, flipped: Tensor | None) -> Tensor:
@@ -108,7 +126,7 @@ def log_ratios(pairs: Tensor, flipped: Tensor | None) -> Tensor:
     return torch.logaddexp(pairs - own, flipped - own) - math.log(2.0)
 
 
-def separable_sites(guide: Callable[..., Any], symmetry: Symmetry) -> tuple[dict[str, int], bool] | None:
+def separable_sites(guide: Callable[..., Any], symmetry: Symmetry) -> UnitAxes | None:
     """The sites of a mean-field guide whose density is, on its own, a product over units.
 
     Unlike for :func:`pair_normals`, other sites may be moved along with them.
@@ -118,37 +136,45 @@ def separable_sites(guide: Callable[..., Any], symmetry: Symmetry) -> tuple[dict
         symmetry: the group.
 
     Returns:
-        The axis along which the units lie by site, and whether a sign rides on each of them; ``None`` if the
-        guide is no ``AutoNormal``, the group not one permutation with or without signs, or there is no site.
+        Where their units lie; ``None`` if the guide is no ``AutoNormal``, the group not one permutation with
+        or without signs, or there is no site.
     """
-    members = symmetry.members if isinstance(symmetry, Product) else [symmetry]
-    permutations = [m for m in members if isinstance(m, Permutation)]
-    signs = [m for m in members if isinstance(m, SignFlip)]
-    alone = len(permutations) == 1 and len(signs) <= 1 and len(permutations) + len(signs) == len(members)
-    if not (alone and isinstance(guide, AutoNormal)):
+    found = _one_permutation(symmetry)
+    if found is None or not isinstance(guide, AutoNormal):
         return None
+    group, permutation, signs = found
     axes = {}
-    for name, several in permutations[0].axes.items():
+    for name, several in permutation.axes.items():
         transform = coordinatewise(biject_to(guide.prototype_trace.nodes[name]["fn"].support))
-        flips = not signs or (signs[0].axes.get(name) == several and transform is identity_transform)
+        flips = signs is None or (signs.axes.get(name) == several and transform is identity_transform)
         if len(several) == 1 and transform is not None and flips:
             axes[name] = several[0]
-    return (axes, bool(signs)) if axes else None
+    return UnitAxes(axes, signs is not None, group) if axes else None
 
 
-def signed_axes(symmetry: Symmetry) -> tuple[dict[str, int], bool] | None:
-    """The axis of each site along which one permutation moves units, and whether a sign rides on each."""
-    members = symmetry.members if isinstance(symmetry, Product) else [symmetry]
-    permutations = [m for m in members if isinstance(m, Permutation)]
-    signs = [m for m in members if isinstance(m, SignFlip)]
-    if len(permutations) != 1 or len(signs) > 1 or len(permutations) + len(signs) < len(members):
+def signed_axes(symmetry: Symmetry) -> UnitAxes | None:
+    """Where the units lie, if one permutation moves them on one axis of each site, with all their signs."""
+    found = _one_permutation(symmetry)
+    if found is None:
         return None
-    (permutation,) = permutations
+    group, permutation, signs = found
     if any(len(several) > 1 for several in permutation.axes.values()):
         return None
-    if signs and signs[0].axes != permutation.axes:
+    if signs is not None and signs.axes != permutation.axes:
         return None
-    return {site: several[0] for site, several in permutation.axes.items()}, bool(signs)
+    axes = {site: several[0] for site, several in permutation.axes.items()}
+    return UnitAxes(axes, signs is not None, group)
+
+
+def _one_permutation(symmetry: Symmetry) -> tuple[FlatGroup, Permutation, SignFlip | None] | None:
+    """The one permutation of a group, with the signs that may go with it, in the group's normal form."""
+    group = flatten(symmetry)
+    members = [] if group is None else group.members
+    permutations = [m for m in members if isinstance(m, Permutation)]
+    signs = [m for m in members if isinstance(m, SignFlip)]
+    if group is None or len(permutations) != 1 or len(signs) > 1:
+        return None
+    return group, permutations[0], signs[0] if signs else None
 
 
 def coordinatewise(transform: Transform) -> Transform | None:
@@ -167,6 +193,13 @@ def normals_of(auxiliary: Mapping[str, Any], names: Iterable[str]) -> Normals:
             fn = fn.base_dist
         found[name] = (fn.loc, fn.scale)
     return found
+
+
+def viewed_normals(view: FlatGroup, normals: Normals) -> Normals:
+    """The normals of sites in the shapes in which a group sees them."""
+    locs = view.view({name: loc for name, (loc, _) in normals.items()})
+    scales = view.view({name: scale for name, (_, scale) in normals.items()})
+    return {name: (locs[name], scales[name]) for name in normals}
 
 
 def _rows(tensor: Tensor, axis: int, batch: int = 0) -> Tensor:

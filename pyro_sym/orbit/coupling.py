@@ -7,8 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from pyro_sym.symmetry.base import Element, Symmetry, Values
-from pyro_sym.symmetry.elementary import Permutation, SignFlip
-from pyro_sym.symmetry.product import Product
+from pyro_sym.symmetry.elementary import Permutation
+from pyro_sym.symmetry.flat import flatten, nest
 
 __all__ = ["Block", "Coupling", "Factor"]
 
@@ -64,6 +64,8 @@ class Coupling:
     two hidden layers that a weight matrix joins. A block that moves two axes of one site, as the states of a
     hidden Markov model do, is coupled to itself.
 
+    Where sites are viewed in finer shapes, axes and values are those of the viewed sites.
+
     Attributes:
         blocks: the blocks, in the order of the group's members.
         factors: one a moved site.
@@ -82,9 +84,10 @@ class Coupling:
         Returns:
             ``None`` if it is not made of permutations and sign flips.
         """
-        members = symmetry.members if isinstance(symmetry, Product) else [symmetry]
-        if not all(isinstance(member, Permutation | SignFlip) for member in members):
+        group = flatten(symmetry)
+        if group is None:
             return None
+        members = group.members
         mover: dict[tuple[str, int], int] = {}  # site and axis -> the permutation that moves it
         flipper: dict[tuple[str, int], int] = {}
         for i, member in enumerate(members):
@@ -101,7 +104,7 @@ class Coupling:
                 blocks.append(Block(None, (i,), first))
                 place[i] = len(blocks) - 1
         factors = []
-        for site in symmetry.axes:
+        for site in group.symmetry.axes:
             axes = sorted(axis for name, axis in {*mover, *flipper} if name == site)
             ats = [(site, axis) for axis in axes]
             movers = [place[mover[at] if at in mover else flipper[at]] for at in ats]
@@ -140,6 +143,4 @@ class Coupling:
 
     def element(self, symmetry: Symmetry, parts: dict[int, Element]) -> Element:
         """The group's element from those of its members, by index."""
-        if isinstance(symmetry, Product):
-            return tuple(parts[i] for i in range(len(symmetry.members)))
-        return parts[0]
+        return nest(symmetry, (parts[i] for i in sorted(parts)))

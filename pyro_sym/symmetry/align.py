@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from pyro_sym.errors import SymmetryError
 from pyro_sym.symmetry.base import Element, Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
+from pyro_sym.symmetry.flat import flatten, nest
 from pyro_sym.symmetry.product import Product
 
 __all__ = ["Alignment", "align"]
@@ -23,6 +24,7 @@ __all__ = ["Alignment", "align"]
 VARIANCE_FLOOR = 1e-6
 # A draw is moved only for a gain above rounding: then equal costs can't make the descent go in circles.
 LEAST_GAIN = 1e-9
+SEED = 0x5EED
 MAX_COST_ENTRIES = 2**24
 
 
@@ -56,7 +58,9 @@ def align(
     symmetry: Symmetry,
     *,
     group_by_chain: bool = False,
+    reference: Mapping[str, Tensor] | None = None,
     num_references: int = 4,
+    num_restarts: int = 6,
     max_sweeps: int = 100,
 ) -> Alignment:
     r"""Choose a group element for every draw, so that all draws use the same labels and signs.
@@ -87,22 +91,40 @@ def align(
     they improve.
 
     The descent starts from the draws as they are and from ``num_references`` of the draws as first mean; the
-    lowest :math:`J` wins, the earlier start if they tie. Nothing is random.
+    lowest :math:`J` wins, the earlier start if they tie. For one permutation, or one set of signs, on one
+    axis a site the choice at fixed moments is the best there is. For all other groups draws may be caught in
+    local optima, alone or together: at the moments that were found, every draw is placed anew, block by block
+    in another order of the blocks, and moved where that brings it closer; the descent goes on until none of
+    ``num_restarts`` orders moves a draw. Nothing is random.
+
+    Labels that all draws share are arbitrary. With a ``reference``, one element :math:`h` for all draws is
+    chosen after that, with :math:`h^{-1}` bringing the reference closest to the mean,
+
+    .. math::
+
+        h^{-1} = \arg\min_{g} \sum_c \bigl((g \cdot r)_c - \mu_c\bigr)^2 / \sigma_c^2,
+
+    so that runs aligned to one reference have the same labels.
 
     Args:
         samples: draws by site, of shape ``(num_samples, *shape)``, or ``(num_chains, num_samples, *shape)``
             with ``group_by_chain``. Any device and any real dtype will do; costs are computed in float64.
-        symmetry: a :class:`Permutation`, a :class:`SignFlip` or a :class:`Product` of them.
+        symmetry: a :class:`Permutation`, a :class:`SignFlip`, or a :class:`Product` or :class:`Viewed` of
+            them, nested or not. Of the trivial group, ``Product()``, the draws come back as they are.
         group_by_chain: whether a chain dim stands in front, as in :meth:`pyro.infer.MCMC.get_samples`.
+        reference: values of the symmetry's sites, each of the shape of one draw, to take the labels from: a
+            draw, or the mean of another run's aligned draws.
         num_references: how many draws, evenly spread, serve as first mean in turn.
-        max_sweeps: the most sweeps from one start; a warning says if they did not suffice.
+        num_restarts: how many orders of the blocks are tried at the end; 0 for none.
+        max_sweeps: the most sweeps from one start or restart; a warning says if they did not suffice.
 
     Returns:
         The aligned draws, with the elements applied.
 
     Raises:
         SymmetryError: if the symmetry can't act on the draws, or is of a kind that can't be aligned.
-        ValueError: if there are no draws, sites disagree on their number, or a draw is not finite.
+        ValueError: if there are no draws, sites disagree on their number, or a draw is not finite; if the
+            reference lacks a site, has it in another shape, or is not finite.
 
     Example:
         >>> locs = torch.tensor([[0.0, 5.0], [5.1, 0.1], [0.2, 4.9]])
@@ -123,26 +145,43 @@ def align(
     """
     batch_ndim = 2 if group_by_chain else 1
     batch_shape = _batch_shape(samples, symmetry, batch_ndim)
-    group = symmetry if isinstance(symmetry, Product) else Product(symmetry)
-    descent = _Descent(group, _standardise(group, samples, batch_ndim))
+    flat = flatten(symmetry)
+    if flat is None:
+        raise SymmetryError(
+            f"align works modulo Permutation, SignFlip and products and views of them, not modulo {symmetry}"
+        )
+    if not flat.members:
+        return Alignment(dict(samples), symmetry.identity({}), torch.zeros(1, dtype=torch.float64), True)
+    group = flat.symmetry
+    draws = flat.view({site: samples[site] for site in symmetry.sites})
+    scaling = _Scaling.of(group, draws, batch_ndim)
+    descent = _Descent(group, scaling(draws, batch_ndim))
     best: _Run | None = None
     for start in descent.starts(num_references):
-        run = descent.run(*start, max_sweeps)
+        run = descent.run(start, max_sweeps)
         if best is None or best.objective[-1] - run.objective[-1] > LEAST_GAIN * (1 + abs(run.objective[-1])):
             best = run
     assert best is not None
+    best = descent.refine(best, num_restarts, max_sweeps)
+    state = best.state
+    if reference is not None:
+        one = flat.view(_checked(reference, samples, symmetry, batch_ndim))
+        to_mean = _Descent(group, scaling(one, 0)).closest(_Moments.of(state.images), num_restarts)
+        shared = tuple(part.expand(descent.num_draws, -1) for part in group.inverse(to_mean))
+        state = state._replace(elements=group.compose(shared, state.elements))
     if not best.converged:
         warnings.warn(
             f"align still moved draws after {max_sweeps} sweeps; its labels are not at a fixed point. "
             "Raise max_sweeps, or ask whether the units can be told apart at all",
             stacklevel=2,
         )
-    elements: Element = tuple(
-        part.reshape(*batch_shape, -1).to(samples[member.sites[0]].device)
-        for member, part in zip(group.members, best.elements, strict=True)
+    elements = nest(
+        symmetry,
+        (
+            part.reshape(*batch_shape, -1).to(samples[member.sites[0]].device)
+            for member, part in zip(group.members, state.elements, strict=True)
+        ),
     )
-    if group is not symmetry:
-        (elements,) = elements
     with torch.no_grad():
         images = symmetry.act(elements, samples)
     return Alignment(images, elements, torch.tensor(best.objective, dtype=torch.float64), best.converged)
@@ -177,18 +216,56 @@ def _batch_shape(samples: Mapping[str, Tensor], symmetry: Symmetry, batch_ndim: 
     return first[1]
 
 
-def _standardise(group: Product, samples: Mapping[str, Tensor], batch_ndim: int) -> dict[str, Tensor]:
-    """The group's sites in float64, ``(M, *event)``, scaled by moments that the group leaves alone."""
-    scaled = {}
-    for site in group.axes:
-        value = samples[site].detach().to("cpu", torch.float64).flatten(0, batch_ndim - 1)
-        units = [a for m in group.members if isinstance(m, Permutation) for a in m.axes.get(site, ())]
-        signed = any(isinstance(m, SignFlip) and site in m.axes for m in group.members)
-        centre = 0.0 if signed else value.mean((0, *units), keepdim=True)
-        scale = (value - centre).square().mean((0, *units), keepdim=True).sqrt()
-        # A constant site has only the rounding of its mean for a scale.
-        scaled[site] = (value - centre) / torch.where(scale > 1e-12 * value.abs().max(), scale, 1.0)
-    return scaled
+def _checked(
+    reference: Mapping[str, Tensor], samples: Mapping[str, Tensor], symmetry: Symmetry, batch_ndim: int
+) -> dict[str, Tensor]:
+    """The symmetry's sites of a reference."""
+    for site in symmetry.sites:
+        if site not in reference:
+            raise ValueError(
+                f"the reference has no site {site!r}, which {symmetry} moves; give a value for it"
+            )
+        shape, expected = tuple(reference[site].shape), tuple(samples[site].shape[batch_ndim:])
+        if shape != expected:
+            raise ValueError(f"site {site!r} of the reference has shape {shape}, but one draw has {expected}")
+        if not reference[site].isfinite().all():
+            raise ValueError(f"site {site!r} of the reference is not finite")
+    return {site: reference[site] for site in symmetry.sites}
+
+
+class _Scaling(NamedTuple):
+    """Centre and scale of sites, by moments that the group leaves alone."""
+
+    centre: dict[str, Tensor]
+    scale: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, group: Product, draws: Mapping[str, Tensor], batch_ndim: int) -> _Scaling:
+        scaling = cls({}, {})
+        for site, value in _double(draws, batch_ndim).items():
+            units = [a for m in group.members if isinstance(m, Permutation) for a in m.axes.get(site, ())]
+            signed = any(isinstance(m, SignFlip) and site in m.axes for m in group.members)
+            centre = torch.zeros(()) if signed else value.mean((0, *units), keepdim=True)
+            scale = (value - centre).square().mean((0, *units), keepdim=True).sqrt()
+            scaling.centre[site] = centre
+            # A constant site has only the rounding of its mean for a scale.
+            scaling.scale[site] = torch.where(scale > 1e-12 * value.abs().max(), scale, 1.0)
+        return scaling
+
+    def __call__(self, values: Mapping[str, Tensor], batch_ndim: int) -> dict[str, Tensor]:
+        """Scaled values in float64, of shape ``(M, *event)``."""
+        return {
+            site: (value - self.centre[site]) / self.scale[site]
+            for site, value in _double(values, batch_ndim).items()
+        }
+
+
+def _double(values: Mapping[str, Tensor], batch_ndim: int) -> dict[str, Tensor]:
+    """In float64, with one batch dim."""
+    return {
+        site: value.detach().to("cpu", torch.float64).reshape(-1, *value.shape[batch_ndim:])
+        for site, value in values.items()
+    }
 
 
 class _Moments(NamedTuple):
@@ -231,10 +308,32 @@ class _Block(NamedTuple):
         return all(len(several) == 1 for several in self.axes.values())
 
 
-class _Run(NamedTuple):
-    """What one start ended in."""
+class _State(NamedTuple):
+    """Elements, and the draws moved by them."""
 
     elements: Element
+    images: dict[str, Tensor]
+
+    def take(self, rows: Tensor) -> _State:
+        return _State(
+            tuple(part[rows] for part in self.elements),
+            {site: value[rows] for site, value in self.images.items()},
+        )
+
+    def put(self, rows: Tensor, some: _State) -> _State:
+        """The state with some of its draws replaced."""
+        return _State(
+            tuple(
+                part.index_put((rows,), new) for part, new in zip(self.elements, some.elements, strict=True)
+            ),
+            {site: value.index_put((rows,), some.images[site]) for site, value in self.images.items()},
+        )
+
+
+class _Run(NamedTuple):
+    """What a descent ended in."""
+
+    state: _State
     objective: list[float]
     converged: bool
 
@@ -252,78 +351,133 @@ class _Descent:
         self.num_draws = len(next(iter(draws.values())))
         self.blocks = _blocks(group)
 
-    def starts(self, num_references: int) -> Iterator[tuple[Element, dict[str, Tensor]]]:
-        """Elements, and the draws moved by them: as the draws are, then closest to one draw after another."""
-        yield self._identity(), self.draws
+    def starts(self, num_references: int) -> Iterator[_State]:
+        """The draws as they are, then closest to one draw after another."""
+        yield _State(self._identity(self.num_draws), self.draws)
         stride = self.num_draws / num_references if num_references else 0.0
         for k in sorted({int((i + 0.5) * stride) for i in range(num_references)}):
-            yield self._place({site: value[k : k + 1] for site, value in self.draws.items()})
+            reference = {site: value[k : k + 1] for site, value in self.draws.items()}
+            ones = {site: torch.ones_like(value) for site, value in reference.items()}
+            yield self._place(_Moments(reference, ones), self.blocks)
 
-    def run(self, elements: Element, images: dict[str, Tensor], max_sweeps: int) -> _Run:
-        moments = _Moments.of(images)
-        path = [moments.objective(images)]
+    def run(self, state: _State, max_sweeps: int) -> _Run:
+        """Sweeps and moments in turn, until no draw moves."""
+        moments = _Moments.of(state.images)
+        path = [moments.objective(state.images)]
         for _ in range(max_sweeps):
-            any_moved = False
-            for block in self.blocks:
-                elements, images, moved = self._improve(block, elements, images, moments)
-                any_moved |= moved
-            if not any_moved:
-                return _Run(elements, path, True)
-            moments = _Moments.of(images)
-            path.append(moments.objective(images))
-        return _Run(elements, path, False)
+            state, moved = self._sweep(state, moments)
+            if not moved.any():
+                return _Run(state, path, True)
+            moments = _Moments.of(state.images)
+            path.append(moments.objective(state.images))
+        return _Run(state, path, False)
 
-    def _identity(self) -> Element:
+    def refine(self, run: _Run, num_restarts: int, max_sweeps: int) -> _Run:
+        """Place all draws anew, in one order of the blocks after another, until none moves any draw."""
+        orders = self._orders(num_restarts)
+        failures = 0
+        while failures < len(orders) and run.converged:
+            moments = _Moments.of(run.state.images)
+            state, moved = self._restart(run.state, moments, orders[0])
+            orders = [*orders[1:], orders[0]]
+            failures += 1
+            if moved:
+                failures = 0
+                more = self.run(state, max_sweeps)
+                run = _Run(more.state, run.objective + more.objective, more.converged)
+        return run
+
+    def closest(self, moments: _Moments, num_restarts: int) -> Element:
+        """Elements that bring the draws closest to a fixed mean."""
+        state = _State(self._identity(self.num_draws), self.draws)
+        state = self._settle(state, moments, torch.arange(self.num_draws))
+        for order in self._orders(num_restarts):
+            state, _ = self._restart(state, moments, order)
+        return state.elements
+
+    def _orders(self, num_restarts: int) -> list[list[_Block]]:
+        """Orders of the blocks to restart with; none for one linear block, whose choice is the best."""
+        if len(self.blocks) == 1 and self.blocks[0].is_linear:
+            return []
+        generator = torch.Generator().manual_seed(SEED)
+        size = len(self.blocks)
+        orders = [torch.randperm(size, generator=generator).tolist() for _ in range(10 * num_restarts)]
+        distinct = list(dict.fromkeys(map(tuple, orders)))[:num_restarts]
+        return [[self.blocks[b] for b in order] for order in distinct]
+
+    def _restart(self, state: _State, moments: _Moments, order: Sequence[_Block]) -> tuple[_State, bool]:
+        distance, trial = moments.distance(state.images), self._place(moments, order)
+        margin = LEAST_GAIN * (1 + distance)
+        farther = (moments.distance(trial.images) > distance + margin).nonzero().squeeze(-1)
+        trial = self._settle(trial, moments, farther)
+        better = (moments.distance(trial.images) < distance - margin).nonzero().squeeze(-1)
+        return state.put(better, trial.take(better)), len(better) > 0
+
+    def _settle(self, state: _State, moments: _Moments, rows: Tensor) -> _State:
+        """Sweeps over some draws at fixed moments, until none of them moves."""
+        while len(rows):
+            some, moved = self._sweep(state.take(rows), moments)
+            state = state.put(rows, some)
+            rows = rows[moved]
+        return state
+
+    def _sweep(self, state: _State, moments: _Moments) -> tuple[_State, Tensor]:
+        """Improve block by block, and say which draws moved."""
+        any_moved = torch.zeros(len(state.elements[0]), dtype=torch.bool)
+        for block in self.blocks:
+            state, moved = self._improve(block, state, moments)
+            any_moved |= moved
+        return state, any_moved
+
+    def _identity(self, num_draws: int) -> Element:
         first = {site: value[0] for site, value in self.draws.items()}
-        return self.group.identity(first, (self.num_draws,))
+        return self.group.identity(first, (num_draws,))
 
-    def _place(self, reference: dict[str, Tensor]) -> tuple[Element, dict[str, Tensor]]:
-        """Match all draws to one draw, member by member.
+    def _place(self, moments: _Moments, order: Sequence[_Block]) -> _State:
+        """Match all draws to a mean, block by block from scratch.
 
         A site between two blocks, as the weights between two layers are, says nothing about the first while
         the labels of the second are arbitrary, so it waits until the second has been placed.
         """
-        moments = _Moments(reference, {site: torch.ones_like(value) for site, value in reference.items()})
-        elements, images = self._identity(), self.draws
-        for i, block in enumerate(self.blocks):
-            later = {site for other in self.blocks[i + 1 :] for site in other.axes}
+        elements, images = self._identity(self.num_draws), self.draws
+        for i, block in enumerate(order):
+            later = {site for other in order[i + 1 :] for site in other.axes}
             usable = block.axes.keys() - later or block.axes.keys()
             increment = self._propose(block, images, moments, diagonal=True, sites=usable)
             elements = self._compose(increment, elements)
             images = {**images, **self._act(increment, {site: images[site] for site in block.axes})}
-        return elements, images
+        return _State(elements, images)
 
-    def _improve(
-        self, block: _Block, elements: Element, images: dict[str, Tensor], moments: _Moments
-    ) -> tuple[Element, dict[str, Tensor], bool]:
+    def _improve(self, block: _Block, state: _State, moments: _Moments) -> tuple[_State, Tensor]:
         """Move the draws that a better choice in one block brings closer to the mean."""
+        elements, images = state
         current = {site: images[site] for site in block.axes}
         distance = moments.distance(current)
-        any_moved = False
+        any_moved = torch.zeros_like(distance, dtype=torch.bool)
         for increment in self._increments(block, current, moments):
             trial = self._act(increment, current)
             trial_distance = moments.distance(trial)
             better = trial_distance < distance - LEAST_GAIN * (1 + distance)
             if not better.any():
                 continue
-            any_moved = True
+            any_moved |= better
             moved = self._compose(increment, elements)
             elements = tuple(_where(better, new, old) for new, old in zip(moved, elements, strict=True))
             # In place, for the increments that follow to be found from here.
             current.update({site: _where(better, trial[site], value) for site, value in current.items()})
             distance = torch.where(better, trial_distance, distance)
-        return elements, {**images, **current}, any_moved
+        return _State(elements, {**images, **current}), any_moved
 
     def _increments(self, block: _Block, images: dict[str, Tensor], moments: _Moments) -> Iterator[Increment]:
         """What to try in a block. For a linear block the first is the best there is."""
         yield self._propose(block, images, moments, diagonal=False, sites=block.axes)
         if not block.is_linear:
             yield self._propose(block, images, moments, diagonal=True, sites=block.axes)
-            yield from self._small_steps(block)
+            yield from self._small_steps(block, len(next(iter(images.values()))))
 
-    def _small_steps(self, block: _Block) -> Iterator[Increment]:
+    def _small_steps(self, block: _Block, num_draws: int) -> Iterator[Increment]:
         """All swaps of two labels and all flips of one sign, each alike for all draws."""
-        neutral = self._identity()
+        neutral = self._identity(num_draws)
         if block.permutation is not None:
             labels = neutral[block.permutation]
             for i, j in torch.combinations(torch.arange(labels.shape[-1])).tolist():
@@ -353,7 +507,9 @@ class _Descent:
             fixed.append((weight, weight * _rows(moments.mean[piece.site], piece.axes)[0]))
         size = max(len(weight) for weight, _ in fixed)
         parts = []
-        for draws in torch.arange(self.num_draws).split(max(1, MAX_COST_ENTRIES // size**2)):
+        for draws in torch.arange(len(next(iter(images.values())))).split(
+            max(1, MAX_COST_ENTRIES // size**2)
+        ):
             rows = [_rows(images[piece.site][draws], piece.axes) for piece in pieces]
             parts.append(_choose(block, pieces, rows, fixed))
         return {member: torch.cat([part[member] for part in parts]) for member in parts[0]}
@@ -364,7 +520,7 @@ class _Descent:
         return images
 
     def _compose(self, increment: Increment, elements: Element) -> Element:
-        neutral = self._identity()
+        neutral = self._identity(len(next(iter(increment.values()))))
         return self.group.compose(
             tuple(increment.get(member, part) for member, part in enumerate(neutral)), elements
         )
@@ -381,10 +537,6 @@ class _Piece(NamedTuple):
 def _blocks(group: Product) -> list[_Block]:
     blocks = []
     for i, member in enumerate(group.members):
-        if not isinstance(member, Permutation | SignFlip):
-            raise SymmetryError(
-                f"align works modulo Permutation, SignFlip and products of them, not modulo {member}"
-            )
         if isinstance(member, Permutation):
             riders = tuple(sign for sign, carrier in group._carrier.items() if carrier == i)
             blocks.append(_Block(i, riders, member.axes))

@@ -29,8 +29,12 @@ class Product(Symmetry):
         (s, \pi) \cdot v = s \cdot (\pi \cdot v), \qquad
         (s, \pi)(t, \rho) = \bigl(s\,(\pi t \pi^{-1}),\ \pi \rho\bigr), \qquad (\pi t \pi^{-1})_i = t_{\pi_i}.
 
+    A :class:`Viewed` beside other members is direct in the same way; native axes of which it moves a factor
+    count as its own. Averages and alignment see the whole as one view of one product.
+
     Args:
-        *members: symmetries; products among them are flattened. Without any, the product is the trivial
+        *members: symmetries; products among them are flattened, views are not: their part of an element is
+            the view's own. Without any, the product is the trivial
             group, whose one element is the empty tuple.
 
     Raises:

@@ -25,7 +25,9 @@ class Viewed(Symmetry):
 
         g \cdot v = \phi^{-1}\bigl(g \cdot \phi(v)\bigr),
 
-    which is a group action because :math:`\phi` is one-to-one.
+    which is a group action because :math:`\phi` is one-to-one. Symmetrised guides and :func:`align` treat a
+    view of permutations and sign flips as they treat these; a view of a view is to them a group that they
+    don't know, so name all factors in one.
 
     Args:
         symmetry: a symmetry of the viewed values; its axes count the factors, from the right.
