@@ -121,6 +121,8 @@ def test_chains_start_from_constrained_values_as_well() -> None:
 def test_large_chains_one_after_the_other_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     data = torch.randn(20), torch.randn(20)
     options: dict[str, Any] = {"num_samples": 6, "num_chains": 3, "thinning": 2}
+    noise = torch.randn(12, 3, 2)  # they draw it in another order
+    monkeypatch.setattr(Chains, "_noise", lambda self, group: noise[self.step][group])
     together = run(BAOA(regression, step_size=0.01), *data, **options)
     monkeypatch.setattr(gradient, "LARGE", 1)
     apart = run(BAOA(regression, step_size=0.01), *data, **options)
