@@ -207,7 +207,7 @@ class Chains:
                 like = self._noiseless[group]
                 noise = like.expand(steps, *like.shape).contiguous()
             rows = self._rows_ahead.take(steps) if rows is None else rows
-            own = {name: row if row.dim() == 2 else row[:, group] for name, row in rows.items()}
+            own = {name: row if row.dim() == 2 else row[:, group].contiguous() for name, row in rows.items()}
             state = tuple(part[group] for part in self.state)
             after, energy, gradient, total = self._fused(
                 (*state, *mass), self.gradient[group], noise, own, *numbers
@@ -440,7 +440,7 @@ class Recorder:
         if not self._pending:
             return
         energy, *parts = (_stack(several) for several in zip(*self._pending, strict=True))
-        energy = energy.double()
+        energy = energy.to(torch.float64, copy=True)  # the next step may write over it
         block = self._thermometers(parts)
         block |= {"lp": -energy, "potential_energy": energy, "energy": energy}
         if "kinetic_temperature" in block:
