@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_sym.errors import DivergenceError
 from pyro_sym.infer.fused import FusedSteps, block_length
-from pyro_sym.infer.gradient import ChainGradient, chain_by_chain, potential_on
+from pyro_sym.infer.gradient import ChainGradient, groups, potential_on
 from pyro_sym.infer.minibatch import Loader, Minibatch, PlateRows
 from pyro_sym.infer.potential import Potential
 from pyro_sym.infer.preconditioners import rescale_momentum
@@ -43,12 +43,16 @@ class Chains:
     Energy and gradient are those at ``state[0]``, on the minibatch of the step to come; so every position has
     its energy when it becomes a draw, on a minibatch independent of it.
 
+    Small chains take each step together. Large ones (:func:`~pyro_sym.infer.gradient.groups`) take it one
+    after the other, and write what comes of it over what was there: so there are positions, momenta and
+    gradients, of ``C d`` values each, and besides them the noise and intermediate results of one chain.
+
     Args:
         kernel: the dynamics, the schedules and the preconditioner.
         potential: the potential energy.
         gradient: its values and gradients for all chains at once.
         source: where minibatches come from.
-        position: where the chains start, of shape ``(C, d)``.
+        position: where the chains start, of shape ``(C, d)``; taken over, not copied.
         on_divergence: ``"raise"`` an error, or ``"mask"`` the chain: it stays where it last was finite.
         fused: steps of the kernel with plain gradients, compiled.
 
@@ -80,9 +84,11 @@ class Chains:
         self._gradient_of = gradient
         self._fused = fused
         self._last_numbers: tuple[Any, list[Tensor]] | None = None
+        self._groups = groups(*position.shape)
         if fused is not None:
             assert isinstance(source, PlateRows)
-            self._noise_ahead = _Ahead(lambda steps: {"": self._draw_noise(steps)}, position.numel())
+            noise = position[self._groups[0]].numel()
+            self._noise_ahead = _Ahead(lambda steps: {"": self._draw_noise(steps)}, noise)
             rows = len(position) * sum(plate.subsample_size for plate in source.plates.values())
             self._rows_ahead = _Ahead(source.draw_many, rows)
         self._noiseless = position.new_zeros(()).expand_as(position)
@@ -90,11 +96,32 @@ class Chains:
         self._tuning = kernel.preconditioner.init(position, sizes)
         self.inverse_mass = kernel.preconditioner.inverse_mass(self._tuning)
         self.energy = position.new_full((len(position),), math.nan)
-        self.gradient = torch.zeros_like(position)
         with _quiet():
-            parts = kernel.initial_state(position, self._noise(), self.temperature, self._mass, sizes)
-            self.state = tuple(part.contiguous() for part in parts)
-            self._arrive(self.state, warming_up=True)
+            self.state = self._initial_state(position, sizes)
+            self.gradient = torch.zeros_like(position)
+            minibatch = self.source.draw()
+            for group in self._groups:
+                self._arrive(group, tuple(part[group] for part in self.state), minibatch.of(group))
+            self._tune(warming_up=True)
+
+    def _initial_state(self, position: Tensor, sizes: list[int]) -> State:
+        state: list[Tensor] = []
+        for group in self._groups:
+            noise, mass = self._noise(group), self._mass_of(group)
+            parts = self.kernel.initial_state(position[group], noise, self.temperature, mass, sizes)
+            if self._together:
+                return tuple(part.contiguous() for part in parts)
+            state = state or [
+                position,
+                *(part.new_empty(len(position), *part.shape[1:]) for part in parts[1:]),
+            ]
+            for whole, part in zip(state[1:], parts[1:], strict=True):
+                whole[group] = part
+        return tuple(state)
+
+    @property
+    def _together(self) -> bool:
+        return len(self._groups) == 1
 
     @property
     def position(self) -> Tensor:
@@ -109,7 +136,11 @@ class Chains:
     def move_to(self, position: Tensor) -> None:
         """Go on from other positions, with the momenta of now."""
         with _quiet():
-            self._arrive((position, *self.state[1:]), warming_up=False)
+            minibatch = self.source.draw()
+            for group in self._groups:
+                state = (position[group], *(part[group] for part in self.state[1:]))
+                self._arrive(group, state, minibatch.of(group))
+            self._tune(warming_up=False)
 
     def advance(self, steps: int, *, warming_up: bool) -> None:
         """Take steps.
@@ -122,7 +153,7 @@ class Chains:
             DivergenceError: if a position, gradient or energy is not finite, unless chains are masked.
         """
         # Blocks of one length, that divides what is asked for: each length is compiled by itself.
-        block = math.gcd(steps, block_length(self.position.numel()))
+        block = math.gcd(steps, block_length(self.position[self._groups[0]].numel()))
         while steps > 0:
             if self._compiles(warming_up):
                 self._take_block(block)
@@ -132,34 +163,25 @@ class Chains:
                     self._take_step(warming_up)
                 steps -= 1
 
-    def _take_step(
-        self, warming_up: bool, noise: Tensor | None = None, minibatch: Minibatch | None = None
-    ) -> None:
+    def _take_step(self, warming_up: bool) -> None:
         self.step_size = self.kernel.step_size_at(self.step)
         self.temperature = self.kernel.temperature_at(self.step)
-        noise = self._noise() if noise is None else noise
-        # Old and new states side by side are for chains that may have to stay behind, or that are small.
-        if self.on_divergence == "raise" and chain_by_chain(*self.position.shape):
-            for chain in range(len(self.position)):
-                one = slice(chain, chain + 1)
-                for whole, part in zip(self.state, self._moved(noise[one], one), strict=True):
-                    whole[one] = part
-            state = self.state
-        else:
-            state = self._moved(noise, slice(None))
-        del noise
-        self._arrive(state, warming_up, minibatch)
+        minibatch = None
+        for group in self._groups:
+            state = self._moved(self._noise(group), group)
+            minibatch = self.source.draw() if minibatch is None else minibatch
+            self._arrive(group, state, minibatch.of(group))
+        self._tune(warming_up)
         self.step += 1
 
-    def _moved(self, noise: Tensor, chains: slice) -> State:
-        mass = self._mass
+    def _moved(self, noise: Tensor, group: slice) -> State:
         return self.kernel.move(
-            tuple(part[chains] for part in self.state),
-            self.gradient[chains],
+            tuple(part[group] for part in self.state),
+            self.gradient[group],
             noise,
             step_size=self.step_size,
             temperature=self.temperature,
-            inverse_mass=mass[chains] if isinstance(mass, Tensor) and mass.dim() == 2 else mass,
+            inverse_mass=self._mass_of(group),
         )
 
     def _compiles(self, warming_up: bool) -> bool:
@@ -175,29 +197,49 @@ class Chains:
         """Take steps by compiled code; if something is not finite, again one by one to find what."""
         assert self._fused is not None and isinstance(self.source, PlateRows)
         step_sizes, temperatures = self.kernel.schedule(self.step, steps)
-        if any(temperatures):
-            noise = self._noise_ahead.take(steps)[""]
-        else:
-            noise = self._noiseless.expand(steps, *self._noiseless.shape).contiguous()
-        rows = self._rows_ahead.take(steps)
-        mass = () if self.inverse_mass is None else (self.inverse_mass,)
         numbers = self._numbers(step_sizes, temperatures)
-        state, energy, gradient, total = self._fused(
-            (*self.state, *mass), self.gradient, noise, rows, *numbers
-        )
-        if math.isfinite(total):
-            self.state = state[: len(self.state)]
-            self.energy, self.gradient = energy, gradient
-            self.step_size, self.temperature = step_sizes[-1], temperatures[-1]
-            self.step += steps
-        else:
-            with _quiet():
-                for i in range(steps):
-                    minibatch = Minibatch({name: row[i] for name, row in rows.items()})
-                    self._take_step(False, noise[i], minibatch)
+        mass = () if self.inverse_mass is None else (self.inverse_mass,)
+        rows = None
+        for group in self._groups:
+            if any(temperatures):
+                noise = self._noise_ahead.take(steps)[""]
+            else:
+                like = self._noiseless[group]
+                noise = like.expand(steps, *like.shape).contiguous()
+            rows = self._rows_ahead.take(steps) if rows is None else rows
+            own = {name: row if row.dim() == 2 else row[:, group].contiguous() for name, row in rows.items()}
+            state = tuple(part[group] for part in self.state)
+            after, energy, gradient, total = self._fused(
+                (*state, *mass), self.gradient[group], noise, own, *numbers
+            )
+            if math.isfinite(total):
+                self._take_over(group, (*after[: len(state)], energy, gradient))
+            else:
+                self._take_again(group, noise, own, step_sizes, temperatures)
+        self.step_size, self.temperature = step_sizes[-1], temperatures[-1]
+        self.step += steps
+
+    def _take_again(
+        self,
+        group: slice,
+        noise: Tensor,
+        rows: dict[str, Tensor],
+        step_sizes: tuple[float, ...],
+        temperatures: tuple[float, ...],
+    ) -> None:
+        """The steps of a block one by one, with the noise and the rows that it had."""
+        start = self.step
+        with _quiet():
+            for i, (self.step_size, self.temperature) in enumerate(
+                zip(step_sizes, temperatures, strict=True)
+            ):
+                self.step = start + i
+                minibatch = Minibatch({name: row[i] for name, row in rows.items()})
+                self._arrive(group, self._moved(noise[i], group), minibatch)
+        self.step = start
 
     def _draw_noise(self, steps: int) -> Tensor:
-        like = self._noiseless
+        like = self._noiseless[self._groups[0]]
         return torch.randn(steps, *like.shape, dtype=like.dtype, device=like.device)
 
     def _numbers(self, step_sizes: tuple[float, ...], temperatures: tuple[float, ...]) -> list[Tensor]:
@@ -208,16 +250,18 @@ class Chains:
             self._last_numbers = ((step_sizes, temperatures), list(numbers))
         return self._last_numbers[1]
 
-    @property
-    def _mass(self) -> Tensor | float:
-        return 1.0 if self.inverse_mass is None else self.inverse_mass
+    def _mass_of(self, group: slice) -> Tensor | float:
+        mass = self.inverse_mass
+        if mass is None:
+            return 1.0
+        return mass[group] if mass.dim() == 2 else mass
 
-    def _noise(self) -> Tensor:
+    def _noise(self, group: slice) -> Tensor:
         """Draw standard normal noise, or zeros where it drops out: T = 0 consumes no random number."""
-        if self.temperature == 0:
-            return self._noiseless
-        shape = self._noiseless.shape
-        return torch.randn(shape, dtype=self._noiseless.dtype, device=self._noiseless.device)
+        like = self._noiseless[group]
+        return (
+            like if self.temperature == 0 else torch.randn(like.shape, dtype=like.dtype, device=like.device)
+        )
 
     def report(self) -> dict[str, str]:
         """What a progress bar shows: step size and temperature, and averages over the chains."""
@@ -227,26 +271,31 @@ class Chains:
             "potential": f"{self.energy.mean().item():.4g}",
         }
         if self.momentum is not None:
-            kinetic = (self.momentum.square() * self._mass).mean().item()
-            shown["kinetic temp."] = f"{kinetic:.2g}"
+            momentum = self.momentum
+            kinetic = [(momentum[g].square() * self._mass_of(g)).mean().item() for g in self._groups]
+            shown["kinetic temp."] = f"{sum(kinetic) / len(kinetic):.2g}"
         return shown
 
-    def _arrive(self, state: State, warming_up: bool, minibatch: Minibatch | None = None) -> None:
-        """Evaluate energy and gradient at new positions on a fresh minibatch, and take them over."""
-        minibatch = self.source.draw() if minibatch is None else minibatch
+    def _arrive(self, group: slice, state: State, minibatch: Minibatch) -> None:
+        """Evaluate energy and gradient of chains at their new positions, and take them over."""
         # A model may fail in ways of its own at a position that is not finite: look before it is evaluated.
-        self._look_at("position", state[0])
-        state = self._hold_diverged(state, self.state)
-        if self.on_divergence == "raise":  # nothing to go back to: free what would be kept for that
+        self._look_at("position", group, state[0])
+        state = self._hold_diverged(group, state)
+        if self._together and self.on_divergence == "raise":  # nothing to go back to: free what would be kept
             self.state, self.gradient = state, self._noiseless
         energy, gradient = self._evaluate(state[0], minibatch)
-        self._look_at("gradient", gradient)
-        self._look_at("log probability", energy, state[0], minibatch)
-        *arrived, self.energy, self.gradient = self._hold_diverged(
-            (*state, energy, gradient), (*self.state, self.energy, self.gradient)
-        )
-        self.state = tuple(arrived)
-        self._tune(warming_up)
+        self._look_at("gradient", group, gradient)
+        self._look_at("log probability", group, energy, state[0], minibatch)
+        self._take_over(group, self._hold_diverged(group, (*state, energy, gradient)))
+
+    def _take_over(self, group: slice, parts: State) -> None:
+        """Let state, energies and gradients of chains be these."""
+        if self._together:
+            *state, self.energy, self.gradient = parts
+            self.state = tuple(state)
+        else:
+            for whole, part in zip((*self.state, self.energy, self.gradient), parts, strict=True):
+                whole[group] = part
 
     def _evaluate(self, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
         return self._gradient_of(position, minibatch)
@@ -261,21 +310,28 @@ class Chains:
             self.state = (self.state[0], momentum, *self.state[2:])
 
     def _look_at(
-        self, what: str, values: Tensor, position: Tensor | None = None, minibatch: Minibatch | None = None
+        self,
+        what: str,
+        group: slice,
+        values: Tensor,
+        position: Tensor | None = None,
+        minibatch: Minibatch | None = None,
     ) -> None:
         """Find chains with values that are not finite, and raise or note them."""
         # A sum is half the price of isfinite().all() and can only err on the side of caution, by overflow.
         if math.isfinite(values.sum().item()):
             return
         finite = values.reshape(len(values), -1).isfinite().all(-1)
-        for chain in (~finite).nonzero().flatten().tolist():
+        chains = range(len(self.position))[group]
+        for row in (~finite).nonzero().flatten().tolist():
+            chain = chains[row]
             if chain in self.diverged:
                 continue
             if position is None:
-                sites = self.potential.unflatten(values[chain])
+                sites = self.potential.unflatten(values[row])
             else:
                 assert minibatch is not None
-                sites = self._log_joint_terms(position[chain], minibatch.of(chain))
+                sites = self._log_joint_terms(position[row], minibatch.of(row))
             first = next((name for name, value in sites.items() if not value.isfinite().all()), None)
             where = "the sum over sites" if first is None else f"site {first!r}"
             divergence = Divergence(self.step, f"the {what} of {where} is not finite")
@@ -295,14 +351,15 @@ class Chains:
             "step), or see whether the model's log density is finite where the chain has come to"
         )
 
-    def _hold_diverged(self, now: State, then: State) -> State:
+    def _hold_diverged(self, group: slice, now: State) -> State:
         """Chains that have diverged stay where they last were finite."""
         if not self.diverged:
             return now
         ended = torch.zeros(len(self.position), dtype=torch.bool, device=self.position.device)
         ended[list(self.diverged)] = True
+        then = (*self.state, self.energy, self.gradient)[: len(now)]
         return tuple(
-            torch.where(ended.reshape(-1, *(1,) * (new.dim() - 1)), old, new)
+            torch.where(ended[group].reshape(-1, *(1,) * (new.dim() - 1)), old[group], new)
             for new, old in zip(now, then, strict=True)
         )
 
@@ -371,7 +428,7 @@ class Recorder:
         self._settings.append((chains.step_size, chains.temperature))
         draws = len(self._pending)
         full = draws >= self.BLOCK_DRAWS or draws * chains.position.numel() >= self.BLOCK_NUMEL
-        if full or chain_by_chain(*chains.position.shape):  # whose tensors are written over by the next step
+        if full or len(groups(*chains.position.shape)) > 1:  # whose tensors are written over by the next step
             self._flush()
 
     def statistics(self) -> dict[str, Tensor]:
@@ -383,7 +440,7 @@ class Recorder:
         if not self._pending:
             return
         energy, *parts = (_stack(several) for several in zip(*self._pending, strict=True))
-        energy = energy.double()
+        energy = energy.to(torch.float64, copy=True)  # the next step may write over it
         block = self._thermometers(parts)
         block |= {"lp": -energy, "potential_energy": energy, "energy": energy}
         if "kinetic_temperature" in block:
@@ -397,7 +454,7 @@ class Recorder:
 
     def _thermometers(self, parts: list[Tensor]) -> dict[str, Tensor]:
         sizes = self._chains.potential.sizes
-        if not chain_by_chain(*self._chains.position.shape):
+        if len(groups(*self._chains.position.shape)) == 1:
             return thermometers(*parts, sizes=sizes)
         each = [
             thermometers(*chain, sizes=sizes) for chain in zip(*(p.unbind(1) for p in parts), strict=True)

@@ -31,7 +31,7 @@ from pyro_sym.infer.graph import (
 from pyro_sym.infer.minibatch import Minibatch, draw_indices
 from pyro_sym.infer.potential import Potential
 
-__all__ = ["ChainGradient", "Gradient", "Jit", "chain_by_chain", "potential_on"]
+__all__ = ["ChainGradient", "Gradient", "Jit", "groups", "potential_on"]
 
 Jit = Literal["auto", "eager", "trace", "compile"]
 
@@ -111,8 +111,8 @@ class Gradient:
         """
         if self.mode == "eager":
             return self.eager(position, minibatch)
-        if chain_by_chain(*position.shape):
-            return self._one_by_one(position, minibatch)
+        if len(several := groups(*position.shape)) > 1:
+            return self._one_by_one(position, minibatch, several)
         if minibatch.args is None:
             tensors = list(minibatch.indices.values())
             key: Any = (position.shape, *minibatch.indices, *[i.shape for i in tensors])
@@ -126,10 +126,11 @@ class Gradient:
         with torch.no_grad():
             return cast(tuple[Tensor, Tensor], run(position, *tensors))
 
-    def _one_by_one(self, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
+    def _one_by_one(
+        self, position: Tensor, minibatch: Minibatch, chains: list[slice]
+    ) -> tuple[Tensor, Tensor]:
         energy, gradient = position.new_empty(len(position)), torch.empty_like(position)
-        for chain in range(len(position)):
-            one = slice(chain, chain + 1)
+        for one in chains:
             energy[one], gradient[one] = self(position[one], minibatch.of(one))
         return energy, gradient
 
@@ -308,9 +309,11 @@ class _Reference:
                     )
 
 
-def chain_by_chain(num_chains: int, size: int) -> bool:
-    """Whether chains of so many values are worked on one after the other: it takes less memory."""
-    return num_chains > 1 and size > LARGE
+def groups(num_chains: int, size: int) -> list[slice]:
+    """Which chains of so many values are worked on together: all, or each alone, as takes less memory."""
+    if num_chains == 1 or size <= LARGE:
+        return [slice(None)]
+    return [slice(chain, chain + 1) for chain in range(num_chains)]
 
 
 def _tolerance(wanted: Tensor) -> float:

@@ -20,7 +20,7 @@ from pyro_sym.infer import dynamics
 from pyro_sym.infer.chains import Chains, Recorder, State
 from pyro_sym.infer.control_variate import ControlVariate, FullGradient, find_mode
 from pyro_sym.infer.fused import FusedSteps
-from pyro_sym.infer.gradient import Gradient, Jit, chain_by_chain
+from pyro_sym.infer.gradient import Gradient, Jit, groups
 from pyro_sym.infer.minibatch import Loader, PlateRows
 from pyro_sym.infer.potential import Potential
 from pyro_sym.infer.preconditioners import Identity, Preconditioner
@@ -93,8 +93,8 @@ class StochasticGradientKernel(MCMCKernel):
             (:mod:`pyro_sym.infer.preconditioners`).
         jit: ``"eager"`` runs the model at each step; ``"trace"`` runs its operations, recorded once;
             ``"compile"`` compiles several steps into one call, which takes some ten seconds the first time
-            and wants a C++ compiler (with batches, control variates or several large chains it compiles the
-            gradient alone); ``"auto"`` traces where that can be done and shown to be right.
+            and wants a C++ compiler (with batches or control variates it compiles the gradient
+            alone); ``"auto"`` traces where that can be done and shown to be right.
 
     Attributes:
         initial_params: unconstrained values by site that chains start from. Set them before the run (``MCMC``
@@ -255,8 +255,12 @@ class StochasticGradientKernel(MCMCKernel):
             _check_sites(initial_values, potential, "initial values")
             initial_params = potential.unconstrain(initial_values)
         # Compiled code takes blocks of steps where it can; what is left is too little to compile.
-        small = not chain_by_chain(num_chains, potential.size)
-        fuses = self.jit == "compile" and small and self.batches is None and self.gradient == "plain"
+        fuses = (
+            self.jit == "compile"
+            and self.batches is None
+            and self.gradient == "plain"
+            and self.preconditioner.is_fixed(warming_up=False)
+        )
         plain = Gradient(potential, jit="auto" if fuses else self.jit)
         position = _starting_points(plain, potential, source, num_chains, initial_params)
         centred = self._centred(plain, potential, source, position) if self.gradient != "plain" else plain
@@ -401,15 +405,23 @@ def _starting_points(
     given: Mapping[str, Tensor] | None,
 ) -> Tensor:
     """Flat positions of shape ``(C, d)`` with finite energies and gradients."""
-    if given is None:
-        rows = [potential.unconstrain(potential.program.draw()[0]) for _ in range(num_chains)]
-    else:
+    if given is not None:
         _check_shapes(given, potential, "initial values", num_chains)
-        rows = [{name: value[chain] for name, value in given.items()} for chain in range(num_chains)]
-    position = torch.stack([potential.flatten(row) for row in rows]).detach()
-    with torch.no_grad(), pyro.validation_enabled(False):
-        energy, slope = gradient(position, source.first())
-    fine = energy.isfinite() & slope.isfinite().all(-1) & position.isfinite().all(-1)
+    position = torch.empty(0)
+    for chain in range(num_chains):
+        if given is None:
+            row = potential.unconstrain(potential.program.draw()[0])
+        else:
+            row = {name: value[chain] for name, value in given.items()}
+        flat = potential.flatten(row).detach()
+        position = flat.new_empty(num_chains, len(flat)) if chain == 0 else position
+        position[chain] = flat
+    minibatch = source.first()
+    fine = torch.empty(num_chains, dtype=torch.bool, device=position.device)
+    for group in groups(*position.shape):
+        with torch.no_grad(), pyro.validation_enabled(False):
+            energy, slope = gradient(position[group], minibatch.of(group))
+        fine[group] = energy.isfinite() & slope.isfinite().all(-1) & position[group].isfinite().all(-1)
     for chain in (~fine).nonzero().flatten().tolist():
         if given is not None:
             _refuse_point(potential, position[chain], "initial values", f" of chain {chain}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import pyro
 import pyro.distributions as dist
@@ -121,11 +122,39 @@ def test_chains_start_from_constrained_values_as_well() -> None:
 def test_large_chains_one_after_the_other_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     data = torch.randn(20), torch.randn(20)
     options: dict[str, Any] = {"num_samples": 6, "num_chains": 3, "thinning": 2}
+    noise = torch.randn(12, 3, 2)  # they draw it in another order
+    monkeypatch.setattr(Chains, "_noise", lambda self, group: noise[self.step][group])
     together = run(BAOA(regression, step_size=0.01), *data, **options)
     monkeypatch.setattr(gradient, "LARGE", 1)
     apart = run(BAOA(regression, step_size=0.01), *data, **options)
     torch.testing.assert_close(apart.get_samples(), together.get_samples())
     torch.testing.assert_close(*(m.diagnostics()["sample_stats"]["chain 2"] for m in (apart, together)))
+
+
+def peak_of(num_chains: int, **options: Any) -> int:
+    """Bytes that a run had allocated at most, its one draw a chain included."""
+
+    def model() -> None:
+        pyro.sample("w", dist.Normal(torch.zeros(20_000), 1.0).to_event(1))
+
+    kernel = BAOA(model, step_size=0.1, thinning=3)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run(kernel, num_samples=1, num_chains=num_chains, **options)
+    events = cast(Any, profile.profiler).kineto_results.events()
+    return max(itertools.accumulate(e.nbytes() for e in events if e.name() == "[memory]"))
+
+
+@pytest.mark.parametrize("on_divergence", ["raise", "mask"])
+def test_a_large_chain_adds_position_momentum_and_gradient(
+    on_divergence: Literal["raise", "mask"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = 20_000 * torch.get_default_dtype().itemsize
+    together = (peak_of(40, on_divergence=on_divergence) - peak_of(20, on_divergence=on_divergence)) / 20
+    assert together > 5.9 * weights
+    monkeypatch.setattr(gradient, "LARGE", 10_000)
+    apart = (peak_of(40, on_divergence=on_divergence) - peak_of(20, on_divergence=on_divergence)) / 20
+    assert apart < 4.1 * weights  # and the draw that is kept
 
 
 # --- minibatches --------------------------------------------------------------------------------------------
