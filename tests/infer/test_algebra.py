@@ -47,6 +47,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 MATRIX, OTHER, SQUARE, COLUMNS = (
     torch.randn(shape, dtype=torch.float64, generator=GENERATOR) for shape in ((4, 3), (4, 3), (4, 4), (5, 4))
 )
+LARGE = torch.zeros(2**17 + 1, dtype=torch.float64)
 LABELS = torch.tensor([0, 2, 1, 1, 0])
 ones, steps = torch.ones(4, 3, dtype=torch.float64), torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
 
@@ -94,6 +95,7 @@ KEPT: dict[str, Function] = {
     "a normaliser of other logits": lambda x, y, a: (x - y.logsumexp(-1, keepdim=True),),
     "a normaliser over all": lambda x, y, a: (x - x.logsumexp((0, 1), keepdim=True),),
     "a sum that widens": lambda x, y, a: (x[0] + a @ y,),
+    "squares of too many": lambda x, y, a: (((x[0, 0] + LARGE) ** 2).sum(),),
     "a product by nothing": lambda x, y, a: ((x * (0 * ones)).sum(),),
     "a product by infinity": lambda x, y, a: ((x * torch.inf).sum(),),
 }
