@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
@@ -206,7 +205,7 @@ class _Regrouper(Simplifier):
         graph.eliminate_dead_code()
 
 
-# A dot product keeps few partial sums: for 10⁵ numbers in single precision it is right to 3e-7, for 10⁶ to 3e-6.
+# A dot product has few partial sums: of 10⁵ numbers in single precision it is right to 3e-7, of 10⁶ to 3e-6.
 _EXACT = 2**17
 
 _VIEWS = {
