@@ -190,6 +190,13 @@ def _expand(op: Operation) -> Axes:
     return [x.axes[k - new] if kept[k] else op.atoms.fresh(size) for k, size in enumerate(op.shape)]
 
 
+@rule("repeat")
+def _repeat(op: Operation) -> Axes:
+    x, repeats = op["self"], op["repeats"]
+    axes = [()] * (len(repeats) - len(x.shape)) + list(x.axes)
+    return [op.atoms.fresh(copies) + tuple(axis) for copies, axis in zip(repeats, axes, strict=True)]
+
+
 @rule("select")
 def _select(op: Operation) -> Axes:
     axes = list(op["self"].axes)
@@ -260,6 +267,23 @@ def _along(op: Operation) -> Axes:
         op.atoms.pin(x.axes[k])
     axes = [op.atoms.pinned(op.shape[k]) if k in touched else axis for k, axis in enumerate(x.axes)]
     return [op.atoms.unsigned(axis) for axis in axes] if op["value"] else axes
+
+
+@rule("max", "min", "median", "sort", "topk")
+def _ordered_with_indices(op: Operation) -> list[Axes]:
+    axes = _ordered(op)
+    return [axes, axes]
+
+
+@rule("argmax", "argmin", "cumprod")
+def _ordered(op: Operation) -> Axes:
+    x, touched = op["self"], _reduced(op)
+    for k in touched:
+        op.atoms.pin(x.axes[k])
+    axes = unsigned(op, [x])[0].axes
+    if len(op.shape) < len(x.shape):
+        return [axis for k, axis in enumerate(axes) if k not in touched]
+    return [op.atoms.pinned(op.shape[k]) if k in touched else axis for k, axis in enumerate(axes)]
 
 
 @rule("index", "_unsafe_index")
@@ -372,6 +396,15 @@ def _pool(op: Operation, x: Operand) -> Axes:
     return [*x.axes[:-pooled], *(op.atoms.pinned(size) for size in op.shape[-pooled:])]
 
 
+@rule("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d")
+@rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
+def _upsample(op: Operation) -> Axes:
+    x = op["self"] or op["input"]
+    for axis in x.axes[2:]:
+        op.atoms.pin(axis)
+    return [*x.axes[:2], *(op.atoms.pinned(size) for size in op.shape[2:])]
+
+
 # Normalisations ---------------------------------------------------------------------------------------------
 
 
@@ -423,6 +456,6 @@ def _group_norm(op: Operation) -> list[Axes]:
 
 STRUCTURAL = {
     *("permute", "t", "transpose", "view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "contiguous"),
-    *("expand", "select", "slice", "split_with_sizes", "alias", "clone", "detach", "lift_fresh_copy"),
+    *("expand", "repeat", "select", "slice", "split_with_sizes", "alias", "clone", "detach", "lift_fresh_copy"),
 }
 """Operations that return entries of their first argument: constants stay the constant they are."""

@@ -82,13 +82,14 @@ class Replay:
     def change(self, symmetry: Symmetry, element: Any) -> float:
         """The largest change of an output under the element, relative to the largest entry of that output."""
         images = symmetry.act(element, self.values)
-        changes = [0.0]
+        changes = [torch.zeros((), dtype=torch.float64)]
         for mode, before in self.before.items():
             for a, b in zip(before, self.outputs(images, mode), strict=True):
                 if a.numel():
-                    scale = a.abs().max() if a.is_floating_point() or a.is_complex() else 1.0
-                    changes.append(float((a - b if a.dtype != torch.bool else a ^ b).abs().max() / scale))
-        return max(changes)
+                    largest = a.abs().max().double() if a.is_floating_point() else torch.tensor(1.0)
+                    difference = (a.to(torch.complex128) - b.to(torch.complex128)).abs().max()
+                    changes.append(difference / largest.clamp_min(1e-300))
+        return float(torch.stack(changes).max())
 
 
 def _normal(tensor: Tensor) -> Tensor:

@@ -76,8 +76,8 @@ class _Walk:
                 self._pin_arguments(node)
             elif node.target is operator.getitem:
                 self.results[node] = [self._item(*node.args)]
-            elif node.op == "call_function":
-                self.results[node] = self._call(node)
+            else:
+                self.results[node] = self._call(node) if node.op == "call_function" else []
 
     def _input(self, node: fx.Node) -> list[Operand]:
         name = self.first_names.get(self.names.get(node.name, ""))
@@ -133,7 +133,7 @@ class _Walk:
         arguments |= dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
         op = Operation(self.atoms, name, tree_map(self._operand, arguments), shapes[0])
 
-        elementwise = torch.Tag.pointwise in target.tags
+        elementwise = torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
         if name in FILLS or name in FILLED:
             fill = FILLS[name] if name in FILLS else float(op[FILLED[name]])
             return [Operand(shape, (), fill) for shape in shapes]
