@@ -17,6 +17,7 @@ from pyro_sym.infer.temperature import kinetic_band
 from pyro_sym.infer.vectorized import VectorizedMCMC, deep_ensemble
 from pyro_sym.symmetry import (
     Alignment,
+    NetworkSymmetry,
     Permutation,
     Product,
     SignFlip,
@@ -24,6 +25,7 @@ from pyro_sym.symmetry import (
     Viewed,
     align,
     check_symmetry,
+    symmetry_of,
 )
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "Diagonal",
     "DivergenceError",
     "LeimkuhlerMatthews",
+    "NetworkSymmetry",
     "NoDensityError",
     "PerSite",
     "Permutation",
@@ -60,4 +63,5 @@ __all__ = [
     "from_pyro",
     "from_pyro_svi",
     "kinetic_band",
+    "symmetry_of",
 ]

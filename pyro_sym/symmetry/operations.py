@@ -117,8 +117,23 @@ def _product(op: Operation) -> Axes:
     return broadcast(op, op.operands, Atoms.multiply)
 
 
-@rule("neg", "positive", "alias", "clone", "detach", "reciprocal", "sign", "trunc", "round", "lift_fresh_copy")
-@rule("tanh", "sin", "tan", "asin", "atan", "sinh", "asinh", "atanh", "erf", "erfinv", "softshrink", "hardshrink")
+@rule(
+    "neg", "positive", "alias", "clone", "detach", "reciprocal", "sign", "trunc", "round", "lift_fresh_copy"
+)
+@rule(
+    "tanh",
+    "sin",
+    "tan",
+    "asin",
+    "atan",
+    "sinh",
+    "asinh",
+    "atanh",
+    "erf",
+    "erfinv",
+    "softshrink",
+    "hardshrink",
+)
 def _odd(op: Operation) -> Axes:
     return list(op["self"].axes)
 
@@ -422,7 +437,9 @@ def _times_channels(op: Operation, axes: Axes, weight: Operand | None) -> Axes:
     return [op.atoms.multiply(a, weight.axes[0]) if k == 1 else a for k, a in enumerate(axes)]
 
 
-@rule("_native_batch_norm_legit_no_training", "_native_batch_norm_legit", "_native_batch_norm_legit_functional")
+@rule(
+    "_native_batch_norm_legit_no_training", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"
+)
 def _batch_norm(op: Operation) -> list[Axes]:
     # Training centres with the batch's mean, along all axes but the second; the signs must suit both.
     axes = [axis if k == 1 else op.atoms.unsigned(axis) for k, axis in enumerate(op["input"].axes)]
@@ -456,6 +473,16 @@ def _group_norm(op: Operation) -> list[Axes]:
 
 STRUCTURAL = {
     *("permute", "t", "transpose", "view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "contiguous"),
-    *("expand", "repeat", "select", "slice", "split_with_sizes", "alias", "clone", "detach", "lift_fresh_copy"),
+    *(
+        "expand",
+        "repeat",
+        "select",
+        "slice",
+        "split_with_sizes",
+        "alias",
+        "clone",
+        "detach",
+        "lift_fresh_copy",
+    ),
 }
 """Operations that return entries of their first argument: constants stay the constant they are."""

@@ -45,9 +45,9 @@ def trace(
         except Exception as error:  # export raises errors of many kinds
             reason = str(error).strip().partition("\n")[0]
             raise SymmetryError(
-                f"torch.export can't make a graph of {type(module).__name__} "
-                f"({type(error).__name__}: {reason}); its symmetries are read from that graph, and control flow "
-                "that depends on data has none. " + BY_HAND
+                f"torch.export can't make a graph of {type(module).__name__} ({type(error).__name__}: {reason}); "
+                "its symmetries are read from that graph, and control flow that depends on data has none. "
+                + BY_HAND
             ) from error
     return _Walk(module, program).found()
 
@@ -133,11 +133,17 @@ class _Walk:
         arguments |= dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
         op = Operation(self.atoms, name, tree_map(self._operand, arguments), shapes[0])
 
-        elementwise = torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
+        elementwise = (
+            torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
+        )
         if name in FILLS or name in FILLED:
             fill = FILLS[name] if name in FILLS else float(op[FILLED[name]])
             return [Operand(shape, (), fill) for shape in shapes]
-        if op.operands and all(x.fill is not None for x in op.operands) and (elementwise or name in STRUCTURAL):
+        if (
+            op.operands
+            and all(x.fill is not None for x in op.operands)
+            and (elementwise or name in STRUCTURAL)
+        ):
             fill = op.operands[0].fill if name in STRUCTURAL else math.nan
             return [Operand(shape, (), fill) for shape in shapes]
         rule = RULES.get(name, pointwise if elementwise else None)
@@ -247,8 +253,8 @@ def _shapes(node: fx.Node) -> list[tuple[int, ...]]:
     for size in (size for shape in shapes for size in shape):
         if not isinstance(size, int):
             raise SymmetryError(
-                f"the result of {node.target} has a shape that depends on data, {shapes}, so the axes behind it "
-                "can't be followed. " + BY_HAND
+                f"the result of {node.target} has a shape that depends on data, {shapes}, so the axes behind "
+                "it can't be followed. " + BY_HAND
             )
     return shapes
 

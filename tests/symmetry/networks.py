@@ -88,7 +88,7 @@ def residual_mlp() -> nn.Module:
     )
 
 
-# The mean over units is no mean of flipped units, but what comes after it may flip: scale, shift and outgoing.
+# What is centred over units has no signs to flip, but its scale, its shift and the outgoing weights have.
 @case((5, 8), permutations=(6,), flips=(6,))
 def layer_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 2))
@@ -143,12 +143,11 @@ def layer_used_twice() -> nn.Module:
 
 @case((5, 8), permutations=(4,), flips=(4,))
 def tied_autoencoder() -> nn.Module:
-    net = Net(
+    return Net(
         lambda s, x: s.decode(torch.tanh(F.linear(x, s.decode.weight.T, s.bias))),
         decode=nn.Linear(4, 8),
         bias=nn.Parameter(torch.randn(4)),
     )
-    return net
 
 
 @case(lambda: (torch.randn(5, 8), torch.randn(5, 8)), permutations=(6, 4), flips=(4,))
@@ -161,7 +160,10 @@ def two_towers() -> nn.Module:
 
 
 @case(
-    (5, 8), permutations=(3,), flips=(3,), missed="parts of one size move alike, and the part of 5 does not move"
+    (5, 8),
+    permutations=(3,),
+    flips=(3,),
+    missed="parts of one size move alike, and the part of 5 does not move",
 )
 def slices_and_concatenation() -> nn.Module:
     def forward(s: nn.Module, x: Tensor) -> Tensor:
@@ -215,7 +217,14 @@ def sorted_units() -> nn.Module:
 @case((2, 3, 6, 6), permutations=(4,), flips=(4,))
 def conv_batch_norm() -> nn.Module:
     return nn.Sequential(
-        *(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+        *(
+            nn.Conv2d(3, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(4, 2),
+        )
     )
 
 
@@ -232,7 +241,12 @@ def max_pool() -> nn.Module:
     )
 
 
-@case((2, 3, 6, 6), permutations=(4, 2), flips=(4, 2), missed="signs after the depthwise convolution as well as before it")
+@case(
+    (2, 3, 6, 6),
+    permutations=(4, 2),
+    flips=(4, 2),
+    missed="signs after the depthwise convolution as well as before it",
+)
 def depthwise() -> nn.Module:
     return nn.Sequential(
         *(nn.Conv2d(3, 4, 1), nn.Tanh(), nn.Conv2d(4, 4, 3, groups=4), nn.Tanh()),
@@ -252,7 +266,7 @@ def group_norm() -> nn.Module:
     return nn.Sequential(nn.Conv1d(3, 6, 3), nn.GroupNorm(2, 6), nn.SiLU(), nn.Conv1d(6, 2, 1))
 
 
-@case((2, 3, 6), permutations=(4,))
+@case((2, 3, 6), permutations=(4,), flips=(4,))
 def instance_norm() -> nn.Module:
     return nn.Sequential(nn.Conv1d(3, 4, 3), nn.InstanceNorm1d(4, affine=True), nn.ReLU(), nn.Conv1d(4, 2, 1))
 
@@ -353,7 +367,9 @@ def tanh_rnn() -> nn.Module:
 
 
 # Heads and their inner dimensions move in all of queries, keys and values, which are one packed parameter.
-@case((2, 3, 4), permutations=(8, 2, 4), flips=(8, 2, 4), missed="inner dimensions head by head; values apart")
+@case(
+    (2, 3, 4), permutations=(8, 2, 4), flips=(8, 2, 4), missed="inner dimensions head by head; values apart"
+)
 def multi_head_attention() -> nn.Module:
     return Net(
         lambda s, x: s.attention((h := s.embed(x)), h, h)[0],
@@ -378,7 +394,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)
+            part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
         )
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
@@ -403,6 +420,11 @@ class Patches(nn.Module):
         return self.head(self.norm3(h)[:, 0])
 
 
-@case((2, 3, 8, 8), permutations=(6, 2, 3, 3, 10), flips=(6, 6, 6, 2, 2, 3, 3), missed="inner dimensions by head")
+@case(
+    (2, 3, 8, 8),
+    permutations=(6, 2, 3, 3, 10),
+    flips=(6, 6, 6, 2, 2, 3, 3),
+    missed="inner dimensions by head",
+)
 def vision_transformer() -> nn.Module:
     return Patches()
