@@ -161,17 +161,19 @@ def symmetry_of(
     of the network: in float64, at random parameters, buffers and inputs, in eval mode and in train mode
     (without dropout). A member that fails is left out with a warning.
 
-    All that is found is a symmetry; not all symmetries are found. Known to be missed: continuous ones (scales
-    of ReLU units, rotations of attention's inner dimensions); swapping whole groups of a grouped convolution
-    with different permutations inside of them; separate permutations of concatenated or sliced parts (parts of
-    one size move alike, others don't move); inner dimensions of attention, head by head or, with one packed
-    weight, of values apart from queries and keys; of two sign flips that share an axis, as before and after a
-    batch norm's scale, the one with more sites; units alone in their layer; buffers other than the running
-    statistics of batch norms.
+    All that is found is a symmetry; not all symmetries are found. Known to be missed:
+
+    * continuous ones, as scales of ReLU units and rotations of the inner dimensions of attention;
+    * in grouped convolutions and attention, a permutation or sign of its own inside each group or head;
+    * permutations of parts of an axis that is sliced or concatenated, unless they are chunks of one size, all
+      of which move alike: gates, skip connections, packed queries, keys and values;
+    * where two sign flips share an axis, as those before and after the scale of a batch norm, the one that
+      moves more; and the sign of a unit alone in its layer;
+    * permutations that would move buffers other than the running statistics of batch norms.
 
     Args:
         net: the network. It is left exactly as it is.
-        *example_args: inputs of typical shape, which the graph is made for. More than one row, for batch norms.
+        *example_args: inputs of the shape to make the graph for; more than one row, if there are batch norms.
         prefix: put in front of the names of parameters, as ``"net."`` for a network that is the attribute
             ``net`` of a ``PyroModule``.
         **example_kwargs: inputs by name.
@@ -196,9 +198,9 @@ def symmetry_of(
         1 group, log|G| = 10.60
 
     References:
-        S. K. Ainsworth, J. Hayase, S. Srinivasa, *Git Re-Basin: Merging Models modulo Permutation Symmetries*,
-        2023. J. G. Wiese et al., *Towards Efficient MCMC Sampling in Bayesian Neural Networks by Exploiting
-        Symmetry*, 2023.
+        S. K. Ainsworth, J. Hayase, S. Srinivasa, *Git Re-Basin: Merging Models modulo Permutation
+        Symmetries*, ICLR 2023. J. G. Wiese et al., *Towards Efficient MCMC Sampling in Bayesian Neural
+        Networks by Exploiting Symmetry*, ECML PKDD 2023.
     """
     twin = copy.deepcopy(net).to("cpu", torch.float64).requires_grad_(True).eval()
     args, kwargs = tree_map(_to_double, (example_args, example_kwargs))
@@ -231,9 +233,9 @@ def _verified(
             verified.append(member)
         else:
             warnings.warn(
-                f"{str(candidate).splitlines()[1]} was found in the graph of {type(twin).__name__}, but changes "
-                f"its output by {change:.2g} of the largest entry, and is left out. Please report this network "
-                "to the authors of pyro_sym",
+                f"{_name(member, *candidate.sizes)} of {', '.join(member.sites)} was read off the graph of "
+                f"{type(twin).__name__}, but changes its output by {change:.2g} of the largest entry, and is "
+                "left out. Please report this network to the authors of pyro_sym",
                 stacklevel=3,
             )
     return verified

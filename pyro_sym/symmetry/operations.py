@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pyro_sym.symmetry.atoms import Atoms, Axis
 
@@ -53,10 +53,13 @@ RULES: dict[str, Rule] = {}
 """Rules by the names of ATen operations. Operations outside of the table pin whatever they touch."""
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+AnyRule = TypeVar("AnyRule", bound=Rule)
+
+
+def rule(*names: str) -> Callable[[AnyRule], AnyRule]:
     """Enter a rule into the table."""
 
-    def enter(function: Rule) -> Rule:
+    def enter(function: AnyRule) -> AnyRule:
         RULES.update(dict.fromkeys(names, function))
         return function
 
@@ -237,7 +240,7 @@ def _split(op: Operation) -> list[Axes]:
     x, dim, sizes = op["self"], op["dim"], op["split_sizes"]
     size = math.gcd(*sizes)
     inner = op.atoms.chunk(x.axes[dim], x.shape[dim], size)
-    results = []
+    results: list[Axes] = []
     for length in sizes:
         axes = list(x.axes)
         axes[dim] = _repeated(op, inner, length, size)
@@ -375,7 +378,7 @@ def _matmul(op: Operation) -> Axes:
     inner = -2 if len(y.shape) > 1 else -1
     op.atoms.equal(x.axes[-1], y.axes[inner])
     batch = [op.atoms.multiply(a, b) for a, b in zip(x.axes[:-2], y.axes[:-2], strict=True)]
-    axes = [*batch, *x.axes[-2:-1], *y.axes[-1:] * (len(y.shape) > 1)]
+    axes = [*batch, *x.axes[-2:-1], *(y.axes[-1:] if len(y.shape) > 1 else ())]
     return total(op, [Operand(op.shape, axes), op["self"]]) if len(op.operands) == 3 else axes
 
 

@@ -46,8 +46,8 @@ class Replay:
             first, second = (self.outputs(self.values, True, seed) for seed in range(2))
         except (RuntimeError, ValueError, TypeError) as error:
             warnings.warn(
-                f"the symmetries of {type(self.module).__name__} were verified in eval mode only; in train mode "
-                f"it raises {type(error).__name__}: {error}",
+                f"the symmetries of {type(self.module).__name__} were verified in eval mode only; in train "
+                f"mode it raises {type(error).__name__}: {error}",
                 stacklevel=4,
             )
             return False

@@ -6,8 +6,7 @@ import math
 import operator
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import combinations, groupby
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -43,11 +42,10 @@ def trace(
         try:
             program = torch.export.export(module, args, kwargs, strict=False).run_decompositions()
         except Exception as error:  # export raises errors of many kinds
-            reason = str(error).strip().partition("\n")[0]
+            name, reason = type(module).__name__, str(error).strip().partition("\n")[0]
             raise SymmetryError(
-                f"torch.export can't make a graph of {type(module).__name__} ({type(error).__name__}: {reason}); "
-                "its symmetries are read from that graph, and control flow that depends on data has none. "
-                + BY_HAND
+                f"torch.export can't make a graph of {name} ({type(error).__name__}: {reason}); its symmetries "
+                "are read from that graph, and control flow that depends on data has none. " + BY_HAND
             ) from error
     return _Walk(module, program).found()
 
@@ -144,13 +142,13 @@ class _Walk:
             and all(x.fill is not None for x in op.operands)
             and (elementwise or name in STRUCTURAL)
         ):
-            fill = op.operands[0].fill if name in STRUCTURAL else math.nan
-            return [Operand(shape, (), fill) for shape in shapes]
+            kept = op.operands[0].fill if name in STRUCTURAL else math.nan
+            return [Operand(shape, (), kept) for shape in shapes]
         rule = RULES.get(name, pointwise if elementwise else None)
         if rule is None:
             self._pin_arguments(node)
             return self._pinned(node)
-        axes = rule(op)
+        axes: Any = rule(op)
         several = axes if isinstance(node.meta["val"], tuple | list) else [axes]
         found = [Operand(shape, each) for shape, each in zip(shapes, several, strict=False)]
         empty = self._pinned(node)
