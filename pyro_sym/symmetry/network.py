@@ -107,7 +107,7 @@ class NetworkSymmetry(Viewed):
                 if not (ignore_buffers and site in self.buffers and site not in sites)
             }
             outside = [site for site in axes if site not in sites]
-            if outside or not axes:
+            if outside:
                 dropped.append(f"left out: {_name(member, size)} also moves {', '.join(outside)}")
             else:
                 kept.append(type(member)(axes))

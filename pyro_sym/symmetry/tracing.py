@@ -42,10 +42,10 @@ def trace(
         try:
             program = torch.export.export(module, args, kwargs, strict=False).run_decompositions()
         except Exception as error:  # export raises errors of many kinds
-            name, reason = type(module).__name__, str(error).strip().partition("\n")[0]
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             raise SymmetryError(
-                f"torch.export can't make a graph of {name} ({type(error).__name__}: {reason}); its symmetries "
-                "are read from that graph, and control flow that depends on data has none. " + BY_HAND
+                f"torch.export can't make a graph of {type(module).__name__} ({reason}); its symmetries are "
+                "read from that graph, and control flow that depends on data has none. " + BY_HAND
             ) from error
     return _Walk(module, program).found()
 

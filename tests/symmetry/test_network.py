@@ -109,7 +109,7 @@ def as_it_comes(op: operations.Operation) -> operations.Axes:
 
 
 @pytest.mark.parametrize(
-    ("name", "make", "out", "left"),
+    ("name", "make", "found", "left"),
     [
         ("cumsum", lambda: hidden_units(lambda s, h: h.relu().cumsum(-1)), "S_6", ()),
         ("relu", lambda: hidden_units(lambda s, h: h.relu()), r"{±1}\^6", (6,)),
@@ -129,19 +129,19 @@ def as_it_comes(op: operations.Operation) -> operations.Axes:
     ],
 )
 def test_a_wrong_rule_is_found_out(
-    monkeypatch: pytest.MonkeyPatch, name: str, make: Any, out: str, left: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, name: str, make: Any, found: str, left: tuple[int, ...]
 ) -> None:
     x = torch.randn(4, 3, 3) if left == (5,) else torch.randn(4, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert symmetry_of(make(), x).sizes == left
     monkeypatch.setitem(operations.RULES, name, as_it_comes)
-    with pytest.warns(UserWarning, match=rf"^{out} .* is left out. Please report this network"):
+    with pytest.warns(UserWarning, match=rf"^{found} .* is left out. Please report this network"):
         assert symmetry_of(make(), x).sizes == left
 
 
 def test_dropout_is_no_obstacle() -> None:
-    net = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.5), nn.ReLU(), nn.Linear(6, 2))
+    net: nn.Module = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.5), nn.ReLU(), nn.Linear(6, 2))
     assert symmetry_of(net, torch.randn(4, 3)).sizes == (6,)
     net = hidden_units(lambda s, h: F.dropout(h.relu(), 0.5, s.training))
     assert symmetry_of(net, torch.randn(4, 3)).sizes == (6,)
