@@ -42,10 +42,11 @@ def trace(
         try:
             program = torch.export.export(module, args, kwargs, strict=False).run_decompositions()
         except Exception as error:  # export raises errors of many kinds
-            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            reason = str(error).strip().partition("\n")[0]
             raise SymmetryError(
-                f"torch.export can't make a graph of {type(module).__name__} ({reason}); its symmetries are "
-                "read from that graph, and control flow that depends on data has none. " + BY_HAND
+                f"torch.export can't make a graph of {type(module).__name__} ({type(error).__name__}: "
+                f"{reason}); its symmetries are read from that graph, and control flow that depends on data "
+                f"has none. {BY_HAND}"
             ) from error
     return _Walk(module, program).found()
 
