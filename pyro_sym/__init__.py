@@ -19,6 +19,7 @@ from pyro_sym.infer.vectorized import VectorizedMCMC, deep_ensemble
 from pyro_sym.nn import BayesianModule
 from pyro_sym.symmetry import (
     Alignment,
+    NetworkSymmetry,
     Permutation,
     Product,
     SignFlip,
@@ -27,6 +28,7 @@ from pyro_sym.symmetry import (
     align,
     check_symmetry,
     normalise_scales,
+    symmetry_of,
 )
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "Diagonal",
     "DivergenceError",
     "LeimkuhlerMatthews",
+    "NetworkSymmetry",
     "NoDensityError",
     "PerSite",
     "Permutation",
@@ -65,4 +68,5 @@ __all__ = [
     "from_pyro_svi",
     "kinetic_band",
     "normalise_scales",
+    "symmetry_of",
 ]

@@ -4,12 +4,14 @@ from pyro_sym.symmetry.align import Alignment, align
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
 from pyro_sym.symmetry.model import check_symmetry
+from pyro_sym.symmetry.network import NetworkSymmetry, symmetry_of
 from pyro_sym.symmetry.product import Product
 from pyro_sym.symmetry.scales import normalise_scales
 from pyro_sym.symmetry.viewed import Viewed
 
 __all__ = [
     "Alignment",
+    "NetworkSymmetry",
     "Permutation",
     "Product",
     "SignFlip",
@@ -18,4 +20,5 @@ __all__ = [
     "align",
     "check_symmetry",
     "normalise_scales",
+    "symmetry_of",
 ]
