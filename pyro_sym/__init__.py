@@ -24,6 +24,7 @@ from pyro_sym.symmetry import (
     Viewed,
     align,
     check_symmetry,
+    find_symmetry,
 )
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "check_symmetry",
     "dataset",
     "deep_ensemble",
+    "find_symmetry",
     "from_pyro",
     "from_pyro_svi",
     "kinetic_band",

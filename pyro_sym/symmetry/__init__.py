@@ -3,8 +3,19 @@
 from pyro_sym.symmetry.align import Alignment, align
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
+from pyro_sym.symmetry.find import find_symmetry
 from pyro_sym.symmetry.model import check_symmetry
 from pyro_sym.symmetry.product import Product
 from pyro_sym.symmetry.viewed import Viewed
 
-__all__ = ["Alignment", "Permutation", "Product", "SignFlip", "Symmetry", "Viewed", "align", "check_symmetry"]
+__all__ = [
+    "Alignment",
+    "Permutation",
+    "Product",
+    "SignFlip",
+    "Symmetry",
+    "Viewed",
+    "align",
+    "check_symmetry",
+    "find_symmetry",
+]

@@ -1,0 +1,330 @@
+"""Which labels and signs of a model's sites are exchangeable? Grow sets of axes until the log joint is blind."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro import distributions as dist
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_sym.errors import SymmetryError
+from pyro_sym.program import LatentSite, Program, in_subsampled_plate, uniform_draw
+from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.elementary import Permutation, SignFlip
+from pyro_sym.symmetry.model import (
+    TOLERANCE,
+    at_best_precision,
+    check,
+    evenly_spread,
+    finite_draw,
+    refuse_hidden_randomness,
+)
+from pyro_sym.symmetry.product import Product
+
+__all__ = ["find_symmetry"]
+
+MAX_EVALUATIONS = 20_000
+# Extreme draws drown small differences in large terms, so the mildest of several are kept.
+DRAWS, KEPT = 5, 2
+
+Kind = type[Permutation] | type[SignFlip]
+
+
+def find_symmetry(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Symmetry:
+    r"""Find the exchangeable labels and the sign flips of a model's sites.
+
+    A set :math:`S` of axes of one size :math:`n` is a symmetry if moving exactly these axes leaves the log
+    joint as it is, at several draws from the prior and from unconstrained space near the origin,
+
+    .. math::
+
+        \log p(g_S \cdot \theta, D) = \log p(\theta, D) \qquad \text{for all } g \in S_n
+        \text{ (or } \{\pm 1\}^n \text{)},
+
+    and the smallest such sets are searched for. **Why not every subset has to be tried:** take an involution
+    :math:`g` (a swap of two units, a flip of one sign), a set :math:`C`, and a point :math:`\theta` whose
+    axes outside of :math:`C \cup B` are *tied*, so that :math:`g` does not move them (equal units, a zero
+    unit). If :math:`g_C` changes the log joint there, then every symmetric set that contains :math:`C`
+    contains an axis of :math:`B`: were none in it, :math:`g_S \theta = g_C \theta`. The smallest :math:`B`
+    is found by bisection. It mostly is one axis, which then belongs to :math:`C`; if it is empty, no
+    symmetric set contains :math:`C`; and if it is larger, its axes are tried in turn. What is grown in this
+    way is accepted if generators, and random elements at prior draws, leave the log joint as it is.
+
+    Candidates are the axes of continuous latent sites, except those of plates that hold observed sites or
+    are subsampled, and those along which the support of a site isn't exchangeable (ordered vectors,
+    Cholesky factors). Sign flips are looked for on sites with real values, on axes of size one too: the sign
+    of the only factor of a factor model. What can't be written as an axis isn't found: the sign of a scalar
+    site, the exchange of sites with different names (components drawn in a loop), of some units of an axis
+    only, and of blocks inside of blocks independently of each other (of such a wreath product, the common
+    relabelling is found).
+
+    The model runs in float64 where it can, and in its own precision otherwise. Enumerable discrete sites are
+    summed out. Torch's global random state is left as it was.
+
+    Args:
+        model: a Pyro model; a ``poutine.block`` around it is looked through.
+        *args: the model's positional arguments.
+        **kwargs: the model's keyword arguments.
+
+    Returns:
+        A :class:`~pyro_sym.Permutation` or :class:`~pyro_sym.SignFlip` if there is one only, and a
+        :class:`~pyro_sym.Product` otherwise; ``Product()`` is the trivial group. The result passes
+        :func:`~pyro_sym.check_symmetry`.
+
+    Raises:
+        SymmetryError: if the log joint is random at fixed values of the latent sites.
+        ValueError: if the model has no continuous latent sites, a latent site is discrete and can't be summed
+            out, or no prior draw has a finite log joint.
+
+    Warns:
+        UserWarning: if the search was cut short after 20000 evaluations of the log joint, naming the axes
+            that are left, which the result does not move.
+
+    Example:
+        >>> def mixture(y):
+        ...     weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
+        ...     with pyro.plate("components", 3):
+        ...         locs = pyro.sample("locs", dist.Normal(0.0, 5.0))
+        ...     with pyro.plate("data", len(y)):
+        ...         z = pyro.sample("z", dist.Categorical(weights))
+        ...         pyro.sample("y", dist.Normal(locs[z], 1.0), obs=y)
+        >>> find_symmetry(mixture, torch.tensor([-1.0, 0.3, 4.0]))
+        Permutation({'weights': -1, 'locs': -1})
+    """
+    return at_best_precision(_find, model, args, kwargs)
+
+
+def _find(program: Program, dtype: torch.dtype) -> Symmetry:
+    axes = _candidates(program)
+    search = _Search(program, dtype)
+    members: list[Symmetry] = list(search.groups(Permutation, [axis for axis in axes if axis.size > 1]))
+    for flip in search.groups(SignFlip, [axis for axis in axes if axis.real]):
+        # Product refuses a flip that rides on the units of a permutation in part.
+        with suppress(SymmetryError):
+            members = Product(*members, flip).members
+    order = list(program.latents)
+    members.sort(key=lambda member: order.index(member.sites[0]))
+    if not _passes(program, dtype, Product(*members)):
+        members = [member for member in members if _passes(program, dtype, member)]
+    return members[0] if len(members) == 1 else Product(*members)
+
+
+def _passes(program: Program, dtype: torch.dtype, symmetry: Symmetry) -> bool:
+    try:
+        check(program, dtype, symmetry)
+    except SymmetryError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """An axis of a latent site that may move, or both axes of a covariance.
+
+    ``whole`` says that the support ties units to each other, as in a simplex; ``real`` that signs may flip.
+    """
+
+    site: str
+    axes: tuple[int, ...]
+    size: int
+    whole: bool
+    real: bool
+
+    def __str__(self) -> str:
+        return f"{self.site}[{', '.join(map(str, self.axes))}]"
+
+
+def _candidates(program: Program) -> list[_Axis]:
+    """The axes of continuous latent sites that may be exchangeable."""
+    if not program.latents:
+        raise ValueError(
+            f"the model has no continuous latent sites whose labels could be exchangeable (enumerated: "
+            f"{list(program.enumerated)}); is everything observed, or hidden by poutine.block?"
+        )
+    values, indices = program.draw()
+    data = {
+        frame.name
+        for name, site in program.trace(values, indices).nodes.items()
+        if site["type"] == "sample" and site["is_observed"] and name not in program.latents
+        if not isinstance(site["fn"], dist.Unit)
+        for frame in site["cond_indep_stack"]
+    }
+    return [axis for latent in program.latents.values() for axis in _axes(latent, data)]
+
+
+def _axes(latent: LatentSite, data: set[str]) -> Iterator[_Axis]:
+    """The candidates of one site, given the names of plates that hold data."""
+    support: Any = latent.support
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    several = [(axis,) for axis in range(-latent.value.dim(), -support.event_dim)]
+    if support.event_dim and support is constraints.simplex:
+        several.append((-1,))
+    elif support is constraints.positive_definite:
+        several.append((-2, -1))
+    fixed = {
+        frame.dim - latent.event_dim
+        for frame in latent.frames
+        if frame.vectorized and (frame.name in data or in_subsampled_plate([frame]))
+    }
+    for axes in several:
+        if fixed.isdisjoint(axes):
+            size, whole = latent.value.shape[axes[0]], axes[-1] >= -support.event_dim
+            yield _Axis(latent.name, axes, size, whole, support is constraints.real)
+
+
+@dataclass(frozen=True)
+class _Point:
+    """Values by site, indices of subsampled plates, and the terms of the log joint there, if they are finite."""
+
+    values: dict[str, Tensor]
+    indices: dict[str, Tensor]
+    terms: dict[str, float] | None
+
+
+class _OutOfBudget(Exception):
+    """The log joint has been evaluated as often as it may be."""
+
+
+class _Search:
+    """Grows symmetric sets of axes, counting the evaluations of the log joint."""
+
+    def __init__(self, program: Program, dtype: torch.dtype) -> None:
+        self.program = program
+        self.dtype = dtype
+        self.left = MAX_EVALUATIONS
+        near_zero = Program(program.model, program.args, program.kwargs, init_strategy=_near_zero)
+        self.points = self._mild_points(program)
+        with suppress(ValueError):  # the prior alone may know where the log joint is finite
+            self.points += self._mild_points(near_zero)
+        for point in self.points:
+            refuse_hidden_randomness(program, point.values, point.indices)
+
+    def groups(self, kind: Kind, axes: list[_Axis]) -> Iterator[Symmetry]:
+        """The minimal symmetric sets, size by size."""
+        for size in dict.fromkeys(axis.size for axis in axes):
+            free = [axis for axis in axes if axis.size == size]
+            for seed in list(free):
+                if seed not in free:
+                    continue
+                try:
+                    found = self.smallest(kind, [seed], free)
+                except _OutOfBudget:
+                    warnings.warn(
+                        f"the search for a {kind.__name__} of {size} units stopped after {MAX_EVALUATIONS} "
+                        f"evaluations of the log joint; not moved, and not known to be fixed: "
+                        f"{', '.join(map(str, free))}. Name the symmetry yourself and check_symmetry it",
+                        stacklevel=2,
+                    )
+                    return
+                if found:
+                    yield _group(kind, [axis for axis in free if axis in found])
+                # What is in no symmetric set, or in one already, is in none to come.
+                free = [axis for axis in free if axis not in (found or [seed])]
+
+    def smallest(self, kind: Kind, chosen: list[_Axis], free: list[_Axis]) -> list[_Axis] | None:
+        """The smallest symmetric set of free axes that contains the chosen ones."""
+        group = _group(kind, chosen)
+        witness = self._witness(group)
+        if witness is None:
+            return chosen
+        element, point = witness
+        rest = [axis for axis in free if axis not in chosen]
+
+        def changed(loose: list[_Axis]) -> bool:
+            """Whether the element moves the log joint with the rest of the axes tied, but for the loose."""
+            values = point.values
+            for axis in rest:
+                if axis not in loose:
+                    values = values | {axis.site: _tied(kind, axis, element, values)}
+            return self._changes(group, element, self._at(values, point.indices))
+
+        grown = [self.smallest(kind, [*chosen, axis], free) for axis in _core(changed, rest)]
+        return min(filter(None, grown), key=len, default=None)
+
+    def _witness(self, group: Symmetry) -> tuple[Tensor, _Point] | None:
+        """A generator and a point at which it changes the log joint, if there are any."""
+        for _, element in evenly_spread(group.generators(self.points[0].values)):
+            for point in self.points:
+                if self._changes(group, element, point):
+                    return element, point
+        return None
+
+    def _changes(self, group: Symmetry, element: Tensor, point: _Point) -> bool:
+        """Whether an element changes the log joint: the sum of the terms that it moves."""
+        before = point.terms
+        if before is None:
+            return False  # nothing can be seen where the log joint isn't finite
+        after = self._at(group.act(element, point.values), point.indices).terms
+        if after is None:
+            return True
+        tolerance = TOLERANCE[self.dtype]
+        moved = [t for t, b in before.items() if abs(after[t] - b) > tolerance * (1.0 + abs(b))]
+        change = sum(after[t] - before[t] for t in moved)
+        return abs(change) > tolerance * (1.0 + sum(abs(before[t]) for t in moved))
+
+    def _at(self, values: dict[str, Tensor], indices: dict[str, Tensor]) -> _Point:
+        """Evaluate the log joint."""
+        if not self.left:
+            raise _OutOfBudget
+        self.left -= 1
+        try:
+            terms = self.program.log_joint_terms(values, indices)
+        except ValueError:  # Pyro's validation: outside of the support
+            return _Point(values, indices, None)
+        floats = {name: float(term) for name, term in terms.items()}
+        return _Point(values, indices, floats if all(map(math.isfinite, floats.values())) else None)
+
+    def _mild_points(self, program: Program) -> list[_Point]:
+        """Of several draws those with the smallest terms."""
+        points = [self._at(*finite_draw(program, self.dtype)) for _ in range(DRAWS)]
+        return sorted(points, key=lambda point: sum(map(abs, (point.terms or {}).values())))[:KEPT]
+
+
+def _core(changed: Callable[[list[_Axis]], bool], axes: list[_Axis]) -> list[_Axis]:
+    """A minimal part of the axes that has to be loose for a change to be seen; it is seen if all are."""
+    core: list[_Axis] = []
+    while not changed(core):
+        unseen, seen = 0, len(axes)  # prefixes of the axes, loose beside the core
+        while seen - unseen > 1:
+            middle = (unseen + seen) // 2
+            if changed([*core, *axes[:middle]]):
+                seen = middle
+            else:
+                unseen = middle
+        core.append(axes[seen - 1])
+        axes = axes[: seen - 1]
+    return core
+
+
+def _tied(kind: Kind, axis: _Axis, element: Tensor, values: dict[str, Tensor]) -> Tensor:
+    """The site's value, changed along the axis to one that the involution does not move."""
+    group = _group(kind, [axis])
+    if kind is Permutation and not axis.whole:
+        # Units can be copied in any support; a mean of two may leave it.
+        copies = element.minimum(torch.arange(axis.size, device=element.device))
+        return group.act(copies, values)[axis.site]
+    return (values[axis.site] + group.act(element, values)[axis.site]) / 2
+
+
+def _group(kind: Kind, axes: list[_Axis]) -> Symmetry:
+    """The symmetry that moves these axes, and no others."""
+    table: dict[str, tuple[int, ...]] = {}
+    for axis in axes:
+        table[axis.site] = tuple(sorted({*table.get(axis.site, ()), *axis.axes}))
+    return kind(table)
+
+
+def _near_zero(site: Any) -> Tensor:
+    """Draw uniformly on (-2, 2) in unconstrained space, or from the prior where there is no such space."""
+    try:
+        return uniform_draw(site["fn"])
+    except NotImplementedError:
+        return site["fn"].sample()
