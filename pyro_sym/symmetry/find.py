@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 from pyro import distributions as dist
+from pyro.distributions import constraints
 from torch import Tensor
-from torch.distributions import constraints
 
 from pyro_sym.errors import SymmetryError
 from pyro_sym.program import LatentSite, Program, in_subsampled_plate, uniform_draw
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
 from pyro_sym.symmetry.model import (
+    MAX_GENERATORS,
     TOLERANCE,
     at_best_precision,
     check,
-    evenly_spread,
     finite_draw,
     refuse_hidden_randomness,
 )
@@ -105,10 +105,11 @@ def _find(program: Program, dtype: torch.dtype) -> Symmetry:
     axes = _candidates(program)
     search = _Search(program, dtype)
     members: list[Symmetry] = list(search.groups(Permutation, [axis for axis in axes if axis.size > 1]))
-    for flip in search.groups(SignFlip, [axis for axis in axes if axis.real]):
-        # Product refuses a flip that rides on the units of a permutation in part.
-        with suppress(SymmetryError):
-            members = Product(*members, flip).members
+    for flip in search.groups(SignFlip, [axis for axis in axes if axis.signed]):
+        if not _repeats(flip, members, search.points[0].values):
+            # Product refuses a flip of which only a part rides on a permutation.
+            with suppress(SymmetryError):
+                members = Product(*members, flip).members
     order = list(program.latents)
     members.sort(key=lambda member: order.index(member.sites[0]))
     if not _passes(program, dtype, Product(*members)):
@@ -124,18 +125,33 @@ def _passes(program: Program, dtype: torch.dtype, symmetry: Symmetry) -> bool:
     return True
 
 
+def _repeats(flip: Symmetry, members: list[Symmetry], values: dict[str, Tensor]) -> bool:
+    """Whether the flip, of one sign, is the flip of all signs of another member."""
+
+    def negated(symmetry: Symmetry) -> dict[str, Tensor]:
+        return symmetry.act(-symmetry.identity(values), values)
+
+    if len(flip.identity(values)) > 1:
+        return False
+    return any(
+        all(torch.equal(negated(flip)[site], negated(member)[site]) for site in values)
+        for member in members
+        if isinstance(member, SignFlip)
+    )
+
+
 @dataclass(frozen=True)
 class _Axis:
     """An axis of a latent site that may move, or both axes of a covariance.
 
-    ``whole`` says that the support ties units to each other, as in a simplex; ``real`` that signs may flip.
+    ``whole`` says that the support ties units to each other, as in a simplex; ``signed`` that signs may flip.
     """
 
     site: str
     axes: tuple[int, ...]
     size: int
     whole: bool
-    real: bool
+    signed: bool
 
     def __str__(self) -> str:
         return f"{self.site}[{', '.join(map(str, self.axes))}]"
@@ -165,9 +181,9 @@ def _axes(latent: LatentSite, data: set[str]) -> Iterator[_Axis]:
     while isinstance(support, constraints.independent):
         support = support.base_constraint
     several = [(axis,) for axis in range(-latent.value.dim(), -support.event_dim)]
-    if support.event_dim and support is constraints.simplex:
+    if support is constraints.simplex:
         several.append((-1,))
-    elif support is constraints.positive_definite:
+    elif support in (constraints.positive_definite, constraints.corr_matrix):
         several.append((-2, -1))
     fixed = {
         frame.dim - latent.event_dim
@@ -177,7 +193,8 @@ def _axes(latent: LatentSite, data: set[str]) -> Iterator[_Axis]:
     for axes in several:
         if fixed.isdisjoint(axes):
             size, whole = latent.value.shape[axes[0]], axes[-1] >= -support.event_dim
-            yield _Axis(latent.name, axes, size, whole, support is constraints.real)
+            signed = support is constraints.real or (whole and len(axes) == 2)
+            yield _Axis(latent.name, axes, size, whole, signed)
 
 
 @dataclass(frozen=True)
@@ -199,7 +216,7 @@ class _Search:
     def __init__(self, program: Program, dtype: torch.dtype) -> None:
         self.program = program
         self.dtype = dtype
-        self.left = MAX_EVALUATIONS
+        self.budget = MAX_EVALUATIONS
         near_zero = Program(program.model, program.args, program.kwargs, init_strategy=_near_zero)
         self.points = self._mild_points(program)
         with suppress(ValueError):  # the prior alone may know where the log joint is finite
@@ -208,31 +225,29 @@ class _Search:
             refuse_hidden_randomness(program, point.values, point.indices)
 
     def groups(self, kind: Kind, axes: list[_Axis]) -> Iterator[Symmetry]:
-        """The minimal symmetric sets, size by size."""
-        for size in dict.fromkeys(axis.size for axis in axes):
-            free = [axis for axis in axes if axis.size == size]
-            for seed in list(free):
-                if seed not in free:
-                    continue
-                try:
-                    found = self.smallest(kind, [seed], free)
-                except _OutOfBudget:
-                    warnings.warn(
-                        f"the search for a {kind.__name__} of {size} units stopped after {MAX_EVALUATIONS} "
-                        f"evaluations of the log joint; not moved, and not known to be fixed: "
-                        f"{', '.join(map(str, free))}. Name the symmetry yourself and check_symmetry it",
-                        stacklevel=2,
-                    )
-                    return
-                if found:
-                    yield _group(kind, [axis for axis in free if axis in found])
-                # What is in no symmetric set, or in one already, is in none to come.
-                free = [axis for axis in free if axis not in (found or [seed])]
+        """The minimal symmetric sets, the largest units' numbers first."""
+        left = sorted(axes, key=lambda axis: -axis.size)
+        while left:
+            free = [axis for axis in left if axis.size == left[0].size]
+            try:
+                found = self.smallest(kind, free[:1], free)
+            except _OutOfBudget:
+                warnings.warn(
+                    f"the search for {kind.__name__}s stopped after {MAX_EVALUATIONS} evaluations of the log "
+                    f"joint; the axes {', '.join(map(str, left))} are not moved, though they may be "
+                    "exchangeable. If you know that they are, name them and check_symmetry it",
+                    stacklevel=5,
+                )
+                return
+            if found:
+                yield _group(kind, [axis for axis in free if axis in found])
+            # An axis that is in no symmetric set, or in one already, is in none to come.
+            left = [axis for axis in left if axis not in (found or free[:1])]
 
     def smallest(self, kind: Kind, chosen: list[_Axis], free: list[_Axis]) -> list[_Axis] | None:
         """The smallest symmetric set of free axes that contains the chosen ones."""
         group = _group(kind, chosen)
-        witness = self._witness(group)
+        witness = self._witness(kind, chosen)
         if witness is None:
             return chosen
         element, point = witness
@@ -249,9 +264,16 @@ class _Search:
         grown = [self.smallest(kind, [*chosen, axis], free) for axis in _core(changed, rest)]
         return min(filter(None, grown), key=len, default=None)
 
-    def _witness(self, group: Symmetry) -> tuple[Tensor, _Point] | None:
-        """A generator and a point at which it changes the log joint, if there are any."""
-        for _, element in evenly_spread(group.generators(self.points[0].values)):
+    def _witness(self, kind: Kind, axes: list[_Axis]) -> tuple[Tensor, _Point] | None:
+        """An involution and a point at which it changes the log joint, if there are any."""
+        group = _group(kind, axes)
+        values = self.points[0].values
+        for i in _evenly_spread(axes[0].size - (kind is Permutation)):
+            element = group.identity(values).clone()
+            if kind is Permutation:
+                element[i], element[i + 1] = i + 1, i
+            else:
+                element[i] = -1
             for point in self.points:
                 if self._changes(group, element, point):
                     return element, point
@@ -272,9 +294,9 @@ class _Search:
 
     def _at(self, values: dict[str, Tensor], indices: dict[str, Tensor]) -> _Point:
         """Evaluate the log joint."""
-        if not self.left:
+        if not self.budget:
             raise _OutOfBudget
-        self.left -= 1
+        self.budget -= 1
         try:
             terms = self.program.log_joint_terms(values, indices)
         except ValueError:  # Pyro's validation: outside of the support
@@ -286,6 +308,11 @@ class _Search:
         """Of several draws those with the smallest terms."""
         points = [self._at(*finite_draw(program, self.dtype)) for _ in range(DRAWS)]
         return sorted(points, key=lambda point: sum(map(abs, (point.terms or {}).values())))[:KEPT]
+
+
+def _evenly_spread(count: int) -> range:
+    """At most ``MAX_GENERATORS`` of so many."""
+    return range(0, count, -(-count // MAX_GENERATORS))
 
 
 def _core(changed: Callable[[list[_Axis]], bool], axes: list[_Axis]) -> list[_Axis]:

@@ -93,9 +93,9 @@ def check(program: Program, dtype: torch.dtype, symmetry: Symmetry) -> None:
         before = program.log_joint_terms(values, indices)
         compare = partial(_compare, program, symmetry, values, indices, before, dtype)
         generators = symmetry.generators(values)
-        spread = evenly_spread(generators)
-        tried = {name for name, _ in spread}
-        rest = [(name, element) for name, element in generators if name not in tried]
+        step = -(-len(generators) // MAX_GENERATORS) or 1
+        spread = generators[::step]
+        rest = [pair for k, pair in enumerate(generators) if k % step]
         for name, element in spread:
             compare(name, element)
         for _ in range(NUM_RANDOM_ELEMENTS):
@@ -105,11 +105,6 @@ def check(program: Program, dtype: torch.dtype, symmetry: Symmetry) -> None:
                 for name, element in rest:  # a generator says more than a random element
                     compare(name, element)
                 raise
-
-
-def evenly_spread(generators: list[T]) -> list[T]:
-    """At most ``MAX_GENERATORS`` of them, the first included."""
-    return generators[:: -(-len(generators) // MAX_GENERATORS) or 1]
 
 
 def finite_draw(program: Program, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -151,9 +146,7 @@ def _compare(
     )
 
 
-def refuse_hidden_randomness(
-    program: Program, values: dict[str, Tensor], indices: dict[str, Tensor]
-) -> None:
+def refuse_hidden_randomness(program: Program, values: dict[str, Tensor], indices: dict[str, Tensor]) -> None:
     """Raise if the log joint differs between two runs at the same values."""
     first, second = (program.log_joint(values, indices) for _ in range(2))
     if first != second:
