@@ -1,4 +1,4 @@
-"""Which labels and signs of a model's sites are exchangeable? Grow sets of axes until the log joint is blind."""
+"""Which labels and signs are exchangeable? Sets of axes, grown until the log joint doesn't see them move."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["find_symmetry"]
 
 MAX_EVALUATIONS = 20_000
 # Extreme draws drown small differences in large terms, so the mildest of several are kept.
-DRAWS, KEPT = 5, 2
+DRAWS, KEPT = 3, 2
 
 Kind = type[Permutation] | type[SignFlip]
 
@@ -40,30 +40,32 @@ Kind = type[Permutation] | type[SignFlip]
 def find_symmetry(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Symmetry:
     r"""Find the exchangeable labels and the sign flips of a model's sites.
 
-    A set :math:`S` of axes of one size :math:`n` is a symmetry if moving exactly these axes leaves the log
-    joint as it is, at several draws from the prior and from unconstrained space near the origin,
+    A set :math:`S` of axes of one size :math:`n` is symmetric if moving exactly these axes leaves the log
+    joint as it is, at draws from the prior and from unconstrained space near the origin,
 
     .. math::
 
         \log p(g_S \cdot \theta, D) = \log p(\theta, D) \qquad \text{for all } g \in S_n
         \text{ (or } \{\pm 1\}^n \text{)},
 
-    and the smallest such sets are searched for. **Why not every subset has to be tried:** take an involution
-    :math:`g` (a swap of two units, a flip of one sign), a set :math:`C`, and a point :math:`\theta` whose
-    axes outside of :math:`C \cup B` are *tied*, so that :math:`g` does not move them (equal units, a zero
-    unit). If :math:`g_C` changes the log joint there, then every symmetric set that contains :math:`C`
-    contains an axis of :math:`B`: were none in it, :math:`g_S \theta = g_C \theta`. The smallest :math:`B`
-    is found by bisection. It mostly is one axis, which then belongs to :math:`C`; if it is empty, no
-    symmetric set contains :math:`C`; and if it is larger, its axes are tried in turn. What is grown in this
-    way is accepted if generators, and random elements at prior draws, leave the log joint as it is.
+    and minimal if no part of it is. Minimal sets are found without a test of every subset. Take an involution
+    :math:`g` (a swap of two units, a flip of one sign), a set :math:`C`, and a point :math:`\theta` at which
+    all other axes but those in :math:`B` are *tied*: moving them by :math:`g` changes nothing, because the
+    two units are equal, or the one is zero. If :math:`g_C` changes the log joint there, then every symmetric
+    set :math:`S \supseteq C` has an axis in :math:`B`, for :math:`g_S \theta = g_C \theta` otherwise. The
+    search bisects for a small :math:`B`. One axis has to join :math:`C`; of several, each is tried; and if
+    there is none, :math:`C` is in no symmetric set. What has been grown is accepted when no generator
+    changes the log joint, where each of its terms counts relative to its own size.
 
     Candidates are the axes of continuous latent sites, except those of plates that hold observed sites or
-    are subsampled, and those along which the support of a site isn't exchangeable (ordered vectors,
-    Cholesky factors). Sign flips are looked for on sites with real values, on axes of size one too: the sign
-    of the only factor of a factor model. What can't be written as an axis isn't found: the sign of a scalar
-    site, the exchange of sites with different names (components drawn in a loop), of some units of an axis
-    only, and of blocks inside of blocks independently of each other (of such a wreath product, the common
-    relabelling is found).
+    are subsampled, and those along which supports are not exchangeable (ordered vectors, Cholesky factors).
+    Both axes of a covariance move together. Signs are looked for on real sites and covariances, on axes of
+    size one too, as that of a single factor.
+
+    What no product of axes can say is not found: the sign of a scalar site; the exchange of sites with names
+    of their own (components drawn in a loop), or of some units of an axis only; relabelling inside of blocks,
+    each on its own (what is common to all blocks is found); and of minimal sets that overlap, as the signs of
+    :math:`\sum_k a_k b_k c_k` do, all but one.
 
     The model runs in float64 where it can, and in its own precision otherwise. Enumerable discrete sites are
     summed out. Torch's global random state is left as it was.
@@ -75,8 +77,8 @@ def find_symmetry(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Symme
 
     Returns:
         A :class:`~pyro_sym.Permutation` or :class:`~pyro_sym.SignFlip` if there is one only, and a
-        :class:`~pyro_sym.Product` otherwise; ``Product()`` is the trivial group. The result passes
-        :func:`~pyro_sym.check_symmetry`.
+        :class:`~pyro_sym.Product` otherwise; ``Product()`` is the trivial group. It has been checked as
+        :func:`~pyro_sym.check_symmetry` does it.
 
     Raises:
         SymmetryError: if the log joint is random at fixed values of the latent sites.
@@ -84,8 +86,8 @@ def find_symmetry(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Symme
             out, or no prior draw has a finite log joint.
 
     Warns:
-        UserWarning: if the search was cut short after 20000 evaluations of the log joint, naming the axes
-            that are left, which the result does not move.
+        UserWarning: if the search was cut short after 20000 evaluations of the log joint; it names the axes
+            that are left.
 
     Example:
         >>> def mixture(y):
@@ -112,7 +114,7 @@ def _find(program: Program, dtype: torch.dtype) -> Symmetry:
                 members = Product(*members, flip).members
     order = list(program.latents)
     members.sort(key=lambda member: order.index(member.sites[0]))
-    if not _passes(program, dtype, Product(*members)):
+    if members and not _passes(program, dtype, Product(*members)):
         members = [member for member in members if _passes(program, dtype, member)]
     return members[0] if len(members) == 1 else Product(*members)
 
@@ -126,7 +128,7 @@ def _passes(program: Program, dtype: torch.dtype, symmetry: Symmetry) -> bool:
 
 
 def _repeats(flip: Symmetry, members: list[Symmetry], values: dict[str, Tensor]) -> bool:
-    """Whether the flip, of one sign, is the flip of all signs of another member."""
+    """Whether the flip is of one sign, and is that of all signs of another member."""
 
     def negated(symmetry: Symmetry) -> dict[str, Tensor]:
         return symmetry.act(-symmetry.identity(values), values)
@@ -180,7 +182,7 @@ def _axes(latent: LatentSite, data: set[str]) -> Iterator[_Axis]:
     support: Any = latent.support
     while isinstance(support, constraints.independent):
         support = support.base_constraint
-    several = [(axis,) for axis in range(-latent.value.dim(), -support.event_dim)]
+    several: list[tuple[int, ...]] = [(axis,) for axis in range(-latent.value.dim(), -support.event_dim)]
     if support is constraints.simplex:
         several.append((-1,))
     elif support in (constraints.positive_definite, constraints.corr_matrix):
@@ -191,7 +193,7 @@ def _axes(latent: LatentSite, data: set[str]) -> Iterator[_Axis]:
         if frame.vectorized and (frame.name in data or in_subsampled_plate([frame]))
     }
     for axes in several:
-        if fixed.isdisjoint(axes):
+        if latent.value.numel() and fixed.isdisjoint(axes):
             size, whole = latent.value.shape[axes[0]], axes[-1] >= -support.event_dim
             signed = support is constraints.real or (whole and len(axes) == 2)
             yield _Axis(latent.name, axes, size, whole, signed)
@@ -199,7 +201,7 @@ def _axes(latent: LatentSite, data: set[str]) -> Iterator[_Axis]:
 
 @dataclass(frozen=True)
 class _Point:
-    """Values by site, indices of subsampled plates, and the terms of the log joint there, if they are finite."""
+    """Values by site, indices by subsampled plate, and the terms of the log joint there if it is finite."""
 
     values: dict[str, Tensor]
     indices: dict[str, Tensor]
@@ -221,11 +223,10 @@ class _Search:
         self.points = self._mild_points(program)
         with suppress(ValueError):  # the prior alone may know where the log joint is finite
             self.points += self._mild_points(near_zero)
-        for point in self.points:
-            refuse_hidden_randomness(program, point.values, point.indices)
+        refuse_hidden_randomness(program, self.points[0].values, self.points[0].indices)
 
     def groups(self, kind: Kind, axes: list[_Axis]) -> Iterator[Symmetry]:
-        """The minimal symmetric sets, the largest units' numbers first."""
+        """The minimal symmetric sets, those of many units first."""
         left = sorted(axes, key=lambda axis: -axis.size)
         while left:
             free = [axis for axis in left if axis.size == left[0].size]

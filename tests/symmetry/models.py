@@ -236,7 +236,7 @@ def relu_network(x: Tensor, y: Tensor) -> None:
 
 
 def deep_network(x: Tensor, y: Tensor) -> None:
-    network(x, y, (6,) * 5, torch.tanh)
+    network(x, y, (3,) * 5, torch.tanh)
 
 
 def two_mixtures(y: Tensor) -> None:
@@ -415,7 +415,7 @@ NEAR_MISSES = [
     Case(left_to_right, (Y,), TRIVIAL),
     Case(nonnegative_factors, (POINTS,), TRIVIAL),
     Case(one_factor, (POINTS, 0.01), TRIVIAL),
-    # What remains: scales that tell factors apart leave their signs, and means that fix signs leave the labels.
+    # What remains: scales that tell factors apart leave their signs, means that fix signs leave the labels.
     Case(collapsed_factors, (POINTS, torch.tensor([1.0, 1.1, 1.2])), SignFlip({"loadings": -1})),
     Case(tanh_network_with_signs, (INPUTS, TARGETS), Permutation({"w": -1, "out": -1})),
 ]
