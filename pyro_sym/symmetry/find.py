@@ -30,7 +30,7 @@ from pyro_sym.symmetry.product import Product
 
 __all__ = ["find_symmetry"]
 
-MAX_EVALUATIONS = 20_000
+MAX_EVALUATIONS = 5_000
 # Extreme draws drown small differences in large terms, so the mildest of several are kept.
 DRAWS, KEPT = 3, 2
 
@@ -86,7 +86,7 @@ def find_symmetry(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Symme
             out, or no prior draw has a finite log joint.
 
     Warns:
-        UserWarning: if the search was cut short after 20000 evaluations of the log joint; it names the axes
+        UserWarning: if the search was cut short after 5000 evaluations of the log joint; it names the axes
             that are left.
 
     Example:
@@ -247,26 +247,19 @@ class _Search:
 
     def smallest(self, kind: Kind, chosen: list[_Axis], free: list[_Axis]) -> list[_Axis] | None:
         """The smallest symmetric set of free axes that contains the chosen ones."""
-        group = _group(kind, chosen)
-        witness = self._witness(kind, chosen)
-        if witness is None:
+        witnesses = self._witnesses(kind, chosen)
+        if not witnesses:
             return chosen
-        element, point = witness
-        rest = [axis for axis in free if axis not in chosen]
-
-        def changed(loose: list[_Axis]) -> bool:
-            """Whether the element moves the log joint with the rest of the axes tied, but for the loose."""
-            values = point.values
-            for axis in rest:
-                if axis not in loose:
-                    values = values | {axis.site: _tied(kind, axis, element, values)}
-            return self._changes(group, element, self._at(values, point.indices))
-
-        grown = [self.smallest(kind, [*chosen, axis], free) for axis in _core(changed, rest)]
+        missing: list[list[_Axis]] = []
+        for element, point in witnesses:  # where a change is faint, many axes have to be loose to see it
+            missing.append(self._missing(kind, chosen, free, element, point))
+            if len(missing[-1]) < 2:
+                break
+        grown = [self.smallest(kind, [*chosen, axis], free) for axis in min(missing, key=len)]
         return min(filter(None, grown), key=len, default=None)
 
-    def _witness(self, kind: Kind, axes: list[_Axis]) -> tuple[Tensor, _Point] | None:
-        """An involution and a point at which it changes the log joint, if there are any."""
+    def _witnesses(self, kind: Kind, axes: list[_Axis]) -> list[tuple[Tensor, _Point]]:
+        """An involution that changes the log joint, and the points at which it does, the clearest first."""
         group = _group(kind, axes)
         values = self.points[0].values
         for i in _evenly_spread(axes[0].size - (kind is Permutation)):
@@ -275,23 +268,40 @@ class _Search:
                 element[i], element[i + 1] = i + 1, i
             else:
                 element[i] = -1
-            for point in self.points:
-                if self._changes(group, element, point):
-                    return element, point
-        return None
+            changes = [self._change(group, element, point) for point in self.points]
+            clearest = sorted(range(len(changes)), key=lambda k: -changes[k])
+            if any(changes):
+                return [(element, self.points[k]) for k in clearest if changes[k]]
+        return []
 
-    def _changes(self, group: Symmetry, element: Tensor, point: _Point) -> bool:
-        """Whether an element changes the log joint: the sum of the terms that it moves."""
+    def _missing(
+        self, kind: Kind, chosen: list[_Axis], free: list[_Axis], element: Tensor, point: _Point
+    ) -> list[_Axis]:
+        """Axes of which a symmetric set that contains the chosen ones needs one at least."""
+        rest = [axis for axis in free if axis not in chosen]
+
+        def changed(loose: list[_Axis]) -> bool:
+            """Whether the element changes the log joint with the rest tied, but for the loose axes."""
+            values = point.values
+            for axis in rest:
+                if axis not in loose:
+                    values = values | {axis.site: _tied(kind, axis, element, values)}
+            return self._change(_group(kind, chosen), element, self._at(values, point.indices)) > 0
+
+        return _core(changed, rest)
+
+    def _change(self, group: Symmetry, element: Tensor, point: _Point) -> float:
+        """By how much an element changes the terms that it moves, relative to their size; 0 for rounding."""
         before = point.terms
         if before is None:
-            return False  # nothing can be seen where the log joint isn't finite
+            return 0.0  # nothing can be seen where the log joint isn't finite
         after = self._at(group.act(element, point.values), point.indices).terms
         if after is None:
-            return True
+            return math.inf
         tolerance = TOLERANCE[self.dtype]
         moved = [t for t, b in before.items() if abs(after[t] - b) > tolerance * (1.0 + abs(b))]
-        change = sum(after[t] - before[t] for t in moved)
-        return abs(change) > tolerance * (1.0 + sum(abs(before[t]) for t in moved))
+        change = abs(sum(after[t] - before[t] for t in moved)) / (1.0 + sum(abs(before[t]) for t in moved))
+        return change if change > tolerance else 0.0
 
     def _at(self, values: dict[str, Tensor], indices: dict[str, Tensor]) -> _Point:
         """Evaluate the log joint."""
