@@ -29,6 +29,7 @@ from pyro_sym.symmetry import (
     check_symmetry,
     normalise_scales,
     symmetry_of,
+    find_symmetry,
 )
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "check_symmetry",
     "dataset",
     "deep_ensemble",
+    "find_symmetry",
     "from_pyro",
     "from_pyro_svi",
     "kinetic_band",

@@ -3,6 +3,7 @@
 from pyro_sym.symmetry.align import Alignment, align
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
+from pyro_sym.symmetry.find import find_symmetry
 from pyro_sym.symmetry.model import check_symmetry
 from pyro_sym.symmetry.network import NetworkSymmetry, symmetry_of
 from pyro_sym.symmetry.product import Product
@@ -21,4 +22,5 @@ __all__ = [
     "check_symmetry",
     "normalise_scales",
     "symmetry_of",
+    "find_symmetry",
 ]
