@@ -25,7 +25,16 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-__all__ = ["LatentSite", "Program", "SubsampledPlate", "in_subsampled_plate", "init_to_prior", "uniform_draw"]
+__all__ = [
+    "GivenIndices",
+    "LatentSite",
+    "Program",
+    "SubsampledPlate",
+    "in_subsampled_plate",
+    "init_to_prior",
+    "subsampled_plates",
+    "uniform_draw",
+]
 
 Values = Mapping[str, Tensor]
 
@@ -59,7 +68,7 @@ class SubsampledPlate:
     device: torch.device
 
 
-class _GivenIndices(Messenger):
+class GivenIndices(Messenger):
     """Hands the indices of subsampled plates to the model, in place of Pyro's own random ones."""
 
     def __init__(self, indices: Values) -> None:
@@ -85,6 +94,17 @@ def _is_subsampled(fn: _Subsample) -> bool:
 def in_subsampled_plate(frames: Iterable[CondIndepStackFrame]) -> bool:
     """Whether one of the plates around a site shows a part of its rows only."""
     return any(frame.full_size is not None and frame.size < frame.full_size for frame in frames)
+
+
+def subsampled_plates(trace: poutine.Trace) -> dict[str, SubsampledPlate]:
+    """The plates of a model's trace that choose which of their rows they show."""
+    return {
+        site["name"]: SubsampledPlate(
+            site["name"], site["fn"].size, site["fn"].subsample_size, site["value"].device
+        )
+        for site in _samples(trace)
+        if isinstance(site["fn"], _Subsample) and _is_subsampled(site["fn"])
+    }
 
 
 def init_to_prior(site: Any) -> Tensor:
@@ -141,13 +161,7 @@ class Program:
             trace = self._run_prototype()
         nesting = [-f.dim for s in _samples(trace) for f in s["cond_indep_stack"] if f.vectorized]
         self.max_plate_nesting: int = max(nesting, default=0)
-        self.plates = {
-            site["name"]: SubsampledPlate(
-                site["name"], site["fn"].size, site["fn"].subsample_size, site["value"].device
-            )
-            for site in _samples(trace)
-            if isinstance(site["fn"], _Subsample) and _is_subsampled(site["fn"])
-        }
+        self.plates = subsampled_plates(trace)
         latents = [s for s in _samples(trace) if not s["is_observed"] and not isinstance(s["fn"], _Subsample)]
         self.enumerated = tuple(s["name"] for s in latents if s["fn"].has_enumerate_support)
         self.latents = {
@@ -208,7 +222,7 @@ class Program:
                 f"no value for latent site {missing[0]!r}; the model's latent sites are {list(self.latents)}"
             )
         given = {name: values[name] for name in self.latents}
-        with poutine.block(), _GivenIndices(indices or {}):
+        with poutine.block(), GivenIndices(indices or {}):
             conditioned = poutine.condition(self._runnable, data=given)
             trace = poutine.trace(conditioned).get_trace(*self.args, **self.kwargs)
         trace.compute_log_prob()
