@@ -1,7 +1,7 @@
 """From Pyro to ArviZ: conversion, and what is asked for beside it.
 
-A source (an MCMC run, a guide, a dict) is read into a :class:`~pyro_sym.export.sources.Fit`, which holds tensors
-and knows nothing of ArviZ. Each group of the result is then a function of the fit and the model.
+A source (an MCMC run, a guide, a dict) is read into a :class:`~pyro_sym.export.sources.Fit`, which holds
+tensors and knows nothing of ArviZ. Each group of the result is then a function of the fit and the model.
 """
 
 from __future__ import annotations

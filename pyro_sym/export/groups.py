@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -119,19 +120,17 @@ def _sites(
     lead = next(iter(draws.values())).shape[:2]
     flat = {name: value.flatten(0, 1) for name, value in draws.items()}
     for name, function in functions.items():
-
-        def named(
-            draw: dict[str, Tensor], name: str = name, function: Function = function
-        ) -> dict[str, Tensor]:
-            value = function(draw)
-            if not isinstance(value, Tensor):
-                raise TypeError(f"the function {name!r} returned {type(value).__name__}, not a tensor")
-            return {name: value}
-
         with unseen():
-            value = at_draws(named, flat, FUNCTION_CHUNK)[name]
+            value = at_draws(partial(_evaluated, name, function), flat, FUNCTION_CHUNK)[name]
         group[name] = Variable(value.unflatten(0, lead))
     return group
+
+
+def _evaluated(name: str, function: Function, draw: dict[str, Tensor]) -> dict[str, Tensor]:
+    value = function(draw)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"the function {name!r} returned {type(value).__name__}, not a tensor")
+    return {name: value}
 
 
 def _log_likelihood(fit: Fit, model: Model, first: dict[str, Tensor]) -> Group:
@@ -184,8 +183,8 @@ def _predictive(values: Given | None, fit: Fit, model: Model | None) -> Group:
         if value.shape[:2] != lead:
             if value.shape[:1] != (lead.numel(),):
                 raise ValueError(
-                    f"predictive draws of {name!r} have shape {tuple(value.shape)}; there are {lead[0]} chains "
-                    f"of {lead[1]} draws, so pass ({lead.numel()}, *shape) or ({lead[0]}, {lead[1]}, *shape)"
+                    f"predictive draws of {name!r} have shape {tuple(value.shape)}; there are {lead[0]} "
+                    f"chains of {lead[1]} draws, so pass ({lead.numel()}, *shape) or ({lead[0]}, {lead[1]}, *shape)"
                 )
             value = value.unflatten(0, lead)
         group[name] = _unpadded(name, value, model)

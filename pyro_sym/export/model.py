@@ -10,10 +10,10 @@ from pyro import poutine
 from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor
 
-from pyro_sym.export.likelihood import mask_of, picks_rows
 from pyro_sym.export.names import Variable, model_dims
 from pyro_sym.export.rows import Windows, windows
 from pyro_sym.export.sites import stochastic, unseen
+from pyro_sym.export.terms import mask_of, picks_rows
 from pyro_sym.program import GivenIndices, in_subsampled_plate, init_to_prior, subsampled_plates
 
 __all__ = ["Model"]

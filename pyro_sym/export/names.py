@@ -133,12 +133,7 @@ def finish(groups: Groups, coords: Mapping[str, Any] | None, dims: Dims | None) 
         legal = _legal_names(group, variables)
         names[group] = {name: _dims(group, name, variable, shared) for name, variable in legal.items()}
         rows = _Rows(legal, names[group], shared.coords)
-        values = {
-            name: rows.drop(name, variable, _sample_ndim(group))
-            if variable.kept is not None
-            else variable.value
-            for name, variable in legal.items()
-        }
+        values = {name: rows.keep(name, variable, _sample_ndim(group)) for name, variable in legal.items()}
         arrays[group] = {name: _to_numpy(group, value) for name, value in values.items()}
         labels[group] = rows.coords
     return arrays, names, labels
@@ -153,15 +148,12 @@ class _Rows:
         self.dims, self.all_coords, self.coords = dims, coords, dict(coords)
         self.kept = {dim: None for name, v in variables.items() if v.kept is None for dim in dims[name]}
 
-    def drop(self, name: str, variable: Variable, sample_ndim: int) -> Tensor:
-        """Leave out whole rows of dims, or, where that doesn't do, single entries of one flat dim."""
+    def keep(self, name: str, variable: Variable, sample_ndim: int) -> Tensor:
+        """Keep whole rows of dims, or, where that doesn't do, single entries along one flat dim."""
         value, kept, dims = variable.value, variable.kept, self.dims[name]
-        assert kept is not None
-        axes = range(kept.dim())
-        rows = [
-            kept.sum([other for other in axes if other != axis]) > 0 if kept.dim() > 1 else kept
-            for axis in axes
-        ]
+        if kept is None:
+            return value
+        rows = [kept.movedim(axis, 0).reshape(kept.shape[axis], -1).any(-1) for axis in range(kept.dim())]
         chosen = [some.nonzero().flatten() for some in rows]
         if not kept[torch.meshgrid(*chosen, indexing="ij")].all():
             flat = kept.flatten().nonzero().flatten()

@@ -105,8 +105,8 @@ class _Proper(poutine.messenger.Messenger):
             fn = fn.base_dist
         if isinstance(fn, dist.ImproperUniform):
             raise ValueError(
-                f"there are no draws of the prior of site {msg['name']!r}, which is improper; leave prior out, "
-                "or pass draws by site"
+                f"there are no draws of the prior of site {msg['name']!r}, which is improper; leave prior "
+                "out, or pass draws by site"
             )
 
 

@@ -177,8 +177,8 @@ def _guide_draws(
 def _mcmc_draws(mcmc: Any) -> dict[str, Tensor]:
     if not hasattr(mcmc, "get_samples"):
         raise TypeError(
-            f"{type(mcmc).__name__} keeps no draws to export; use pyro.infer.MCMC, a dict of draws, or, for a "
-            "guide, from_pyro_svi"
+            f"{type(mcmc).__name__} keeps no draws to export; use pyro.infer.MCMC, a dict of draws, or, for "
+            "a guide, from_pyro_svi"
         )
     if getattr(mcmc, "_samples", True) is None:
         raise ValueError("the MCMC has no draws yet: call its run() first")
