@@ -184,7 +184,8 @@ def _predictive(values: Given | None, fit: Fit, model: Model | None) -> Group:
             if value.shape[:1] != (lead.numel(),):
                 raise ValueError(
                     f"predictive draws of {name!r} have shape {tuple(value.shape)}; there are {lead[0]} "
-                    f"chains of {lead[1]} draws, so pass ({lead.numel()}, *shape) or ({lead[0]}, {lead[1]}, *shape)"
+                    f"chains of {lead[1]} draws, so pass ({lead.numel()}, *shape) or ({lead[0]}, {lead[1]}, "
+                    "*shape)"
                 )
             value = value.unflatten(0, lead)
         group[name] = _unpadded(name, value, model)

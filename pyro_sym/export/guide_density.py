@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_sym.export.at_draws import at_draws
+from pyro_sym.export.log_sum import LogSum
 from pyro_sym.export.sites import unseen
 from pyro_sym.infer.autoguide import AutoSymmetrized
 from pyro_sym.infer.density import GuideCall, log_density
@@ -28,10 +30,13 @@ def log_joint(
     with unseen():
         program = Program(model, args, kwargs)
         for weight, minibatch in PlateRows(program.plates, 1).cover():
-            rows = minibatch.indices
-            part = at_draws(lambda v, rows=rows: {"": program.log_joint(v, rows)}, draws, CHUNK_SIZE)  # type: ignore[misc]
-            total = total + weight * part[""]
+            part = at_draws(partial(_log_joint, program, minibatch.indices), draws, CHUNK_SIZE)
+            total = total + weight * part["log_p"]
     return total
+
+
+def _log_joint(program: Program, rows: Mapping[str, Tensor], values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"log_p": program.log_joint(values, rows, ring=LogSum())}
 
 
 def log_q(

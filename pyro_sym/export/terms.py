@@ -15,6 +15,7 @@ from pyro.ops import packed as packed_ops
 from pyro.ops.contract import contract_tensor_tree
 from torch import Tensor
 
+from pyro_sym.export.log_sum import LogSum
 from pyro_sym.export.rows import Window
 from pyro_sym.export.sites import infer_of, stochastic
 
@@ -181,7 +182,7 @@ def _contract(
         if site["packed"]["mask"] is not None and infer_of(site).get("_enumerate_dim") is None:
             factor = packed_ops.scale_and_mask(factor, mask=site["packed"]["mask"])
         factors.setdefault(frozenset(trace.plate_to_symbol[f.name] for f in plates), []).append(factor)
-    contracted = contract_tensor_tree(factors, set(symbols))
+    contracted = contract_tensor_tree(factors, set(symbols), ring=LogSum())
     return [
         (frozenset(to_name[symbol] for symbol in plates), packed_ops.unpack(term, to_dim))
         for plates, terms in contracted.items()
