@@ -59,6 +59,8 @@ def _plain(value: Any) -> Any:
         return value if math.isfinite(value) else repr(value)
     if is_dataclass(value):  # schedules and preconditioners, whose repr is how they are made
         return repr(value)
+    if inspect.ismethod(value) and is_dataclass(value.__self__):
+        return f"{value.__self__!r}.{value.__name__}"
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
