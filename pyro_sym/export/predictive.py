@@ -17,8 +17,6 @@ from pyro_sym.program import GivenIndices, SubsampledPlate, in_subsampled_plate
 
 __all__ = ["predict", "prior_draws"]
 
-CHUNK_SIZE = 64
-
 Plates = Mapping[str, SubsampledPlate]
 
 
@@ -55,7 +53,7 @@ def predict(
                 sites.update({n: (tuple(s["cond_indep_stack"]), s["fn"].event_dim) for n, s in new.items()})
                 return {name: site["value"] for name, site in new.items()}
 
-            for name, part in at_draws(one, draws, CHUNK_SIZE).items():
+            for name, part in at_draws(one, draws, None).items():
                 frames, event_dim = sites[name]
                 whole.put(name, part, frames, window, event_dim)
     return whole.values
@@ -93,7 +91,7 @@ def prior_draws(
         }
 
     with unseen():
-        return at_draws(one, {"draw": torch.arange(count)}, CHUNK_SIZE)
+        return at_draws(one, {"draw": torch.arange(count)}, None)
 
 
 class _Proper(poutine.messenger.Messenger):

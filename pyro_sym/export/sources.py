@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor
 
 from pyro_sym.errors import NoDensityError
@@ -132,7 +134,7 @@ def from_guide(
         attrs["left_out"] = local
     if not kept:
         raise ValueError(f"the guide {guide} has no latent sites to export")
-    model = model if model is not None else getattr(guide, "model", None)
+    model = model if model is not None else _without_initial_values(getattr(guide, "model", None))
     draws, own_density = _guide_draws(guide, kept, args, kwargs, num_samples, densities)
     stats = {}
     if densities:
@@ -150,6 +152,13 @@ def from_guide(
         {name: value.unsqueeze(0) for name, value in stats.items()},
         attrs,
     )
+
+
+def _without_initial_values(model: Any) -> Any:
+    """An autoguide keeps its model under a handler that draws initial values in place of the prior's."""
+    while isinstance(model, functools.partial) and isinstance(model.args[0], InitMessenger):
+        model = model.args[1]
+    return model
 
 
 def _guide_draws(

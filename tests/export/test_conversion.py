@@ -6,8 +6,6 @@ import json
 import math
 import subprocess
 import sys
-import warnings
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -18,14 +16,13 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import HMC, MCMC, NUTS
-from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
+from pyro.infer.autoguide import AutoNormal
 from pyro.infer.mcmc import RandomWalkKernel
 from pyro.infer.mcmc.api import StreamingMCMC
 from torch import Tensor
 
 from pyro_sym import BAOA, Cyclical, VectorizedMCMC, _arviz, align
 from pyro_sym.export import dataset, from_pyro, from_pyro_svi
-from pyro_sym.infer.autoguide import AutoSymmetrized
 from pyro_sym.symmetry import Permutation, Product, SignFlip
 from tests.export.runs import SYMMETRY, Y, event_dims, given, groups, mixture, names, run, two_copies
 
@@ -77,25 +74,6 @@ def test_alignment_mends_r_hat_of_chains_in_different_copies() -> None:
     permutation = dataset(data, "sample_stats")["permutation"].values
     assert (permutation == permutation[:, :1]).all()
     assert len({tuple(chain[0]) for chain in permutation}) == 2
-
-
-def test_arviz_reads_plots_and_writes_the_result(tmp_path: Path) -> None:
-    az = _arviz.load()
-    stats = {"lp": torch.randn(4, 100), "diverging": torch.zeros(4, 100, dtype=torch.bool)}
-    data = from_pyro(given(two_copies(), stats, mixture, (Y,)), symmetry=SYMMETRY)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=matplotlib.MatplotlibDeprecationWarning)
-        warnings.filterwarnings("ignore", ".*[Ff]igure", RuntimeWarning)
-        az.plot_trace(data)
-        az.plot_trace(dataset(data, "posterior_aligned"))
-    matplotlib.pyplot.close("all")
-    assert set(az.summary(data)["r_hat"].index) == {"locs[0]", "locs[1]", "weights[0]", "weights[1]"}
-    data.to_netcdf(tmp_path / "run.nc", engine="h5netcdf")
-    back = az.from_netcdf(tmp_path / "run.nc", engine="h5netcdf")
-    assert groups(back) == groups(data)
-    for group in groups(data):
-        assert dataset(back, group).load().equals(dataset(data, group))
-    assert back.attrs["symmetry"] == repr(SYMMETRY)
 
 
 def test_attributes_say_what_was_done(nuts: MCMC) -> None:
@@ -372,61 +350,6 @@ def test_nothing_outside_is_touched(nuts: MCMC) -> None:
         from_pyro_svi(guide, args=(Y,), num_samples=3)
     assert torch.equal(state, torch.get_rng_state())
     assert not [name for name, site in outer.trace.nodes.items() if site["type"] == "sample"]
-
-
-@pytest.mark.parametrize("make", [AutoNormal, AutoMultivariateNormal])
-def test_autoguides_become_one_chain(make: Any) -> None:
-    data = from_pyro_svi(make(mixture), args=(Y,), num_samples=30)
-    assert groups(data) == {"posterior", "observed_data"}
-    assert names(data, "posterior") == {"locs", "weights"}
-    posterior = dataset(data, "posterior")
-    assert posterior["locs"].dims == ("chain", "draw", "component")
-    assert posterior["locs"].shape == (1, 30, 2)
-    assert float(posterior["locs"].std()) > 0
-    assert len(_arviz.load().summary(data, kind="stats")) == 4
-
-
-def test_hand_written_guide() -> None:
-    def guide(y: Tensor) -> None:
-        pyro.sample("u", dist.Normal(0.0, 1.0), infer={"is_auxiliary": True})
-        pyro.sample("weights", dist.Dirichlet(torch.ones(2)))
-        with pyro.plate("component", 2):
-            pyro.sample("locs", dist.Normal(0.0, 1.0))
-
-    data = from_pyro_svi(guide, args=(Y,), num_samples=5, symmetry=SYMMETRY)
-    assert groups(data) == {"posterior", "posterior_aligned", "sample_stats"}
-    assert names(data, "posterior") == {"weights", "locs"}
-    data = from_pyro_svi(guide, args=(Y,), num_samples=5, model=mixture)
-    assert dataset(data, "posterior")["locs"].dims[2:] == ("component",)
-
-
-def test_symmetrised_guide_is_aligned_by_its_own_symmetry() -> None:
-    guide = AutoSymmetrized(AutoNormal(mixture, init_loc_fn=_apart, init_scale=0.1), SYMMETRY)
-    data = from_pyro_svi(guide, args=(Y,), num_samples=60)
-    assert float(dataset(data, "posterior")["locs"].std("draw").min()) > 2.0
-    assert float(dataset(data, "posterior_aligned")["locs"].std("draw").max()) < 0.3
-    assert data.attrs["guide"] == "AutoSymmetrized"
-
-
-def _apart(site: Any) -> Tensor:
-    return torch.tensor([-5.0, 5.0]) if site["name"] == "locs" else torch.tensor([0.5, 0.5])
-
-
-def test_local_sites_of_a_subsampled_guide_are_left_out() -> None:
-    def guide() -> None:
-        pyro.sample("loc", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", 20, subsample_size=5):
-            pyro.sample("z", dist.Normal(0.0, 1.0))
-
-    with pytest.warns(UserWarning, match=r"\['z'\] of the guide"):
-        data = from_pyro_svi(guide, num_samples=3)
-    assert names(data, "posterior") == {"loc"}
-    assert json.loads(data.attrs["left_out"]) == ["z"]
-
-
-def test_bad_number_of_samples() -> None:
-    with pytest.raises(ValueError, match="num_samples=0"):
-        from_pyro_svi(AutoNormal(mixture), args=(Y,), num_samples=0)
 
 
 def test_arviz_is_imported_on_first_export_only() -> None:
