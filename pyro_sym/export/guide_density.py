@@ -62,11 +62,10 @@ def draw_symmetrized(
     """
     with unseen():
         layout, draws = guide._draw(count, args, dict(kwargs))
-        average = torch.cat(
-            [
-                guide._log_orbit_average(layout, part.draws, args, dict(kwargs))
-                for part in guide._run(layout, draws, args, dict(kwargs)).parts(CHUNK_SIZE)
-            ]
-        )
+        # Before the average, which may draw at random too: the same draws as without it.
         images = guide.symmetry.act(guide.symmetry.sample(draws.values, (count,)), draws.values)
-    return images, average
+        run = guide._run(layout, draws, args, dict(kwargs))
+        averages = [
+            guide._log_orbit_average(layout, part.draws, args, dict(kwargs)) for part in run.parts(CHUNK_SIZE)
+        ]
+    return images, torch.cat(averages)

@@ -81,6 +81,7 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", category=matplotlib.MatplotlibDeprecationWarning)
         warnings.filterwarnings("ignore", ".*[Ff]igure", RuntimeWarning)
         warnings.filterwarnings("ignore", ".*tight.?layout.*|.*constrained_layout.*", UserWarning)
+        warnings.filterwarnings("ignore", "The inplace keyword")  # what pandas 3 deprecates
         warnings.filterwarnings("ignore", "Estimated shape parameter of Pareto", UserWarning)
         yield
     plt.close("all")
