@@ -53,9 +53,10 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Time a step of SVI, symmetrised against plain; ``-- --json FILE`` keeps the figures."""
+    """Time a step of SVI, symmetrised against plain, and the log likelihood; ``-- --json FILE`` keeps the figures."""
     install(session, extras="[quickstart]")
-    session.run("python", "benchmarks/svi_step.py", *session.posargs)
+    for script in ("svi_step", "log_likelihood"):
+        session.run("python", f"benchmarks/{script}.py", *session.posargs)
 
 
 @nox.session(default=False)

@@ -244,7 +244,7 @@ def test_more_than_ten_chains_and_more_chains_than_draws() -> None:
 def test_booleans_halves_and_slashes_reach_the_summary_and_the_file(tmp_path: Path) -> None:
     draws = {
         "flag": torch.rand(2, 8) > 0.5,
-        "half": torch.randn(2, 8).half().float(),
+        "half": torch.randn(2, 8).half(),
         "brain": torch.randn(2, 8).bfloat16(),
         "scope/x": torch.randn(2, 8, requires_grad=True),
         "_a.b[0]": torch.randn(2, 8),
