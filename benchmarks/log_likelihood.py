@@ -1,7 +1,7 @@
 """The log likelihood of every datum at every draw: vectorised over draws, beside the loop and Pyro's own way.
 
-Run it with ``python -m nox -s bench``, or ``python benchmarks/log_likelihood.py [--json FILE]``. All take
-turns, on one thread, in float64; before that their results are compared.
+Run it with ``python -m nox -s bench``, or ``python benchmarks/log_likelihood.py [--json FILE]``, which keeps
+the figures. All take turns, on one thread, in float64; before that their results are compared.
 
 * the loop conditions the model on one draw after another, and asks its trace;
 * Pyro's vectorised trace puts a plate of draws around the model, which ``x @ w`` doesn't survive: it takes

@@ -156,9 +156,23 @@ def _posterior_predictive(fit: Fit, model: Model | None, wanted: bool | Given | 
         return _predictive(wanted or None, fit, model)
     model = _needed(model, "posterior_predictive=True")
     flat = {name: value.flatten(0, 1) for name, value in fit.draws.items()}
+    finite = torch.stack([value.isfinite().flatten(1).all(-1).cpu() for value in flat.values()]).all(0)
+    if not finite.any():
+        return {}
+    if not finite.all():
+        flat = {name: value[finite] for name, value in flat.items()}
     values = predict(model.program, flat, fit.args, fit.kwargs, model.plates)
+    if not finite.all():
+        values = {name: _spread(value, finite) for name, value in values.items()}
     lead = next(iter(fit.draws.values())).shape[:2]
     return _simulated({name: value.unflatten(0, lead) for name, value in values.items()}, model)
+
+
+def _spread(value: Tensor, where: Tensor) -> Tensor:
+    """Values of some draws among those of all, of which the others have none."""
+    whole = torch.full((len(where), *value.shape[1:]), torch.nan, device=value.device)
+    whole[where] = value.to(whole.dtype)
+    return whole
 
 
 def _simulated(values: Mapping[str, Tensor], model: Model) -> Group:

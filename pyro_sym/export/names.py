@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -130,7 +130,7 @@ def finish(groups: Groups, coords: Mapping[str, Any] | None, dims: Dims | None) 
     shared = Labels.of(groups, coords, dims)
     arrays, names, labels = {}, {}, {}
     for group, variables in groups.items():
-        legal = _legal_names(group, variables)
+        legal = _observed(_legal_names(group, variables))
         names[group] = {name: _dims(group, name, variable, shared) for name, variable in legal.items()}
         rows = _Rows(legal, names[group], shared.coords)
         values = {name: rows.keep(name, variable, _sample_ndim(group)) for name, variable in legal.items()}
@@ -146,37 +146,61 @@ class _Rows:
         self, variables: Mapping[str, Variable], dims: dict[str, list[str]], coords: Mapping[str, Any]
     ) -> None:
         self.dims, self.all_coords, self.coords = dims, coords, dict(coords)
-        self.kept = {dim: None for name, v in variables.items() if v.kept is None for dim in dims[name]}
+        self.chosen = {name: _whole_rows(v.kept) for name, v in variables.items() if v.kept is not None}
+        # Dims of which some variable has all rows keep them; the others' are called after the variable.
+        self.rows: dict[str, list[int] | None] = {}
+        for name, variable in variables.items():
+            chosen = self.chosen.get(name, [])
+            flat = 0 if variable.kept is None or chosen else variable.kept.dim()
+            for axis, dim in enumerate(dims[name][flat:]):
+                if axis >= len(chosen) or chosen[axis] is None:
+                    self.rows[dim] = None
 
     def keep(self, name: str, variable: Variable, sample_ndim: int) -> Tensor:
         """Keep whole rows of dims, or, where that doesn't do, single entries along one flat dim."""
-        value, kept, dims = variable.value, variable.kept, self.dims[name]
+        value, kept = variable.value, variable.kept
         if kept is None:
             return value
-        rows = [kept.movedim(axis, 0).reshape(kept.shape[axis], -1).any(-1) for axis in range(kept.dim())]
-        chosen = [some.nonzero().flatten() for some in rows]
-        if not kept[torch.meshgrid(*chosen, indexing="ij")].all():
+        if not self.chosen[name]:
             flat = kept.flatten().nonzero().flatten()
             self.coords[f"{name}_observed"] = flat.tolist()
-            self.dims[name] = [f"{name}_observed", *dims[kept.dim() :]]
+            self.dims[name] = [f"{name}_observed", *self.dims[name][kept.dim() :]]
             entries = value.flatten(sample_ndim, sample_ndim + kept.dim() - 1)
             return entries.index_select(sample_ndim, flat.to(value.device))
-        for axis, (some, at) in enumerate(zip(rows, chosen, strict=True)):
-            if not some.all():
-                self._relabel(name, axis, at.tolist(), len(some))
-                value = value.index_select(sample_ndim + axis, at.to(value.device))
+        for axis, rows in enumerate(self.chosen[name]):
+            if rows is not None:
+                self._relabel(name, axis, rows.tolist(), kept.shape[axis])
+                value = value.index_select(sample_ndim + axis, rows.to(value.device))
         return value
 
     def _relabel(self, name: str, axis: int, rows: list[int], size: int) -> None:
         dim = self.dims[name][axis]
         labels = list(self.all_coords.get(dim, range(size)))
-        if self.kept.setdefault(dim, rows) != rows:  # another variable of the group keeps other rows
+        if self.rows.setdefault(dim, rows) != rows:
             self.dims[name][axis] = dim = f"{name}_{dim}"
         self.coords[dim] = [labels[row] for row in rows]
 
 
+def _whole_rows(kept: Tensor) -> list[Tensor | None]:
+    """The rows that are kept along each dim, ``None`` for all; nothing if that is not what is kept."""
+    some = [kept.movedim(axis, 0).reshape(kept.shape[axis], -1).any(-1) for axis in range(kept.dim())]
+    rows = [along.nonzero().flatten() for along in some]
+    if not kept[torch.meshgrid(*rows, indexing="ij")].all():
+        return []
+    return [None if along.all() else row for along, row in zip(some, rows, strict=True)]
+
+
 def _sample_ndim(group: str) -> int:
     return 2 if _arviz.has_sample_dims(group) else 0
+
+
+def _observed(variables: Mapping[str, Variable]) -> dict[str, Variable]:
+    """Leave out variables that are masked altogether, and masks that mask nothing."""
+    return {
+        name: replace(variable, kept=None) if variable.kept is not None and variable.kept.all() else variable
+        for name, variable in variables.items()
+        if variable.kept is None or variable.kept.any()
+    }
 
 
 def _legal_names(group: str, variables: Mapping[str, Variable]) -> dict[str, Variable]:

@@ -296,7 +296,7 @@ def test_draws_that_are_not_finite_do_not_lose_the_run() -> None:
     mcmc._positions[5:, 1] = math.nan  # as if the second chain had diverged at draw 5
     symmetry = Permutation({"loc": -1})
     with pytest.warns(UserWarning, match="7 of 24 draws are not finite"):
-        data = from_pyro(mcmc, symmetry=symmetry, log_likelihood=True)
+        data = from_pyro(mcmc, symmetry=symmetry, log_likelihood=True, posterior_predictive=True)
     raw, stats = dataset(data, "posterior")["loc"].values, dataset(data, "sample_stats")
     lost = np.zeros((2, 12), dtype=bool)
     lost[1, 5:] = True
@@ -306,7 +306,8 @@ def test_draws_that_are_not_finite_do_not_lose_the_run() -> None:
     assert (elements[lost] == torch.arange(2)).all()
     images = symmetry.act(elements, {"loc": torch.from_numpy(raw)})["loc"]
     np.testing.assert_array_equal(dataset(data, "posterior_aligned")["loc"], images)
-    np.testing.assert_array_equal(np.isnan(dataset(data, "log_likelihood")["y"]), lost)
+    for group in ("log_likelihood", "posterior_predictive"):
+        np.testing.assert_array_equal(np.isnan(dataset(data, group)["y"]), lost)
     assert json.loads(data.attrs["not_finite"]) == 7
     # The others come out as they do by themselves.
     alone = align({"loc": torch.from_numpy(raw[~lost])}, symmetry)
@@ -318,7 +319,12 @@ def test_draws_that_are_not_finite_do_not_lose_the_run() -> None:
 def test_draws_all_of_which_are_not_finite() -> None:
     draws = {"x": torch.full((1, 4, 2), math.nan)}
     with pytest.warns(UserWarning, match="4 of 4 draws"):
-        data = from_pyro(draws, symmetry=Permutation({"x": -1}))
+        data = from_pyro(
+            draws,
+            symmetry=Permutation({"x": -1}),
+            model=lambda: pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1)),
+            posterior_predictive=True,
+        )
     assert groups(data) == {"posterior", "posterior_aligned"}
 
 

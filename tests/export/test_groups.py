@@ -147,6 +147,18 @@ def test_masked_rows_are_dropped_and_the_others_keep_their_labels() -> None:
     assert list(dataset(data, "log_likelihood")["city"].values) == [0, 2, 3]
 
 
+def test_what_is_masked_altogether_is_no_variable() -> None:
+    def model() -> None:
+        loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+        with poutine.mask(mask=torch.tensor(False)):
+            pyro.sample("y", dist.Normal(loc, 1.0), obs=torch.tensor(0.0))
+        with poutine.mask(mask=torch.tensor(True)):
+            pyro.sample("z", dist.Normal(loc, 1.0), obs=torch.tensor(0.0))
+
+    data = from_pyro({"loc": torch.randn(1, 6)}, model=model, log_likelihood=True)
+    assert names(data, "log_likelihood") == names(data, "observed_data") == {"z"}
+
+
 def test_masks_of_two_dims_become_rows_or_entries() -> None:
     y = torch.randn(3, 4)
     rows = torch.tensor([[True], [False], [True]])
@@ -157,6 +169,8 @@ def test_masks_of_two_dims_become_rows_or_entries() -> None:
         with pyro.plate("series", 3, dim=-2), pyro.plate("time", 4, dim=-1):
             with poutine.mask(mask=rows):
                 pyro.sample("y", dist.Normal(loc, 1.0), obs=y)
+            with poutine.mask(mask=~rows):
+                pyro.sample("v", dist.Normal(loc, 1.0), obs=y)
             with poutine.mask(mask=ragged):
                 pyro.sample("z", dist.Normal(loc, 1.0), obs=y)
 
@@ -164,6 +178,8 @@ def test_masks_of_two_dims_become_rows_or_entries() -> None:
     found = dataset(data, "log_likelihood")
     assert found["y"].dims == ("chain", "draw", "series", "time")
     assert list(found["series"].values) == [0, 2]
+    # Of the sites that mask rows of one dim, the one that has all of them keeps its name.
+    assert found["v"].dims[2:] == ("v_series", "time")
     assert found["z"].dims == ("chain", "draw", "z_observed")
     assert list(found["z_observed"].values) == [0, 1, 2, 3, 4, 8, 9]
     np.testing.assert_array_equal(dataset(data, "observed_data")["z"], y[ragged])
