@@ -44,7 +44,7 @@ def aligned(draws: Values, symmetry: Symmetry) -> Aligned:
     finite = torch.ones(batch, dtype=torch.bool)
     for site in symmetry.sites:
         if site in draws:
-            finite &= draws[site].isfinite().flatten(2).all(-1).cpu()
+            finite &= draws[site].isfinite().reshape(*batch, -1).all(-1).cpu()
     attrs: dict[str, Any] = {}
     if finite.all():
         alignment = align(draws, symmetry, group_by_chain=True)

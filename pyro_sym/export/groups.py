@@ -156,7 +156,9 @@ def _posterior_predictive(fit: Fit, model: Model | None, wanted: bool | Given | 
         return _predictive(wanted or None, fit, model)
     model = _needed(model, "posterior_predictive=True")
     flat = {name: value.flatten(0, 1) for name, value in fit.draws.items()}
-    finite = torch.stack([value.isfinite().flatten(1).all(-1).cpu() for value in flat.values()]).all(0)
+    finite = torch.stack(
+        [value.isfinite().reshape(len(value), -1).all(-1).cpu() for value in flat.values()]
+    ).all(0)
     if not finite.any():
         return {}
     if not finite.all():
