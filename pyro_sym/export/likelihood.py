@@ -156,7 +156,8 @@ class Likelihood:
 
     def _look(self) -> dict[str, Data]:
         """See at one draw what there is, and that the rows shown are those asked for."""
-        whole, frames, seen = Windows(), {}, {}
+        whole, frames = Windows(), {}
+        seen: dict[str, Tensor] = {}
         self._numel = 1
         for window in windows(self._program.plates):
             trace = self._program.trace({}, window)

@@ -55,7 +55,8 @@ class Model:
             self._read(first, draw)
 
     def _read(self, first: poutine.Trace, draw: Mapping[str, Tensor]) -> None:
-        data, kept, seen = Windows(), Windows(), {}
+        data, kept = Windows(), Windows()
+        seen: dict[str, Tensor] = {}
         shown: dict[str, Any] = {}
         left_out = set()
         for window in windows(self.plates):

@@ -80,8 +80,8 @@ def plate_dims(frames: Iterable[Any], batch_shape: tuple[int, ...]) -> list[str 
     names: list[str | None] = []
     for axis in range(-len(batch_shape), 0):
         plate = plates.get(axis)
-        fits = plate is not None and batch_shape[axis] in (plate.size, plate.full_size)
-        names.append(plate.name if fits else None)
+        sizes = () if plate is None else (plate.size, plate.full_size)
+        names.append(plate.name if plate is not None and batch_shape[axis] in sizes else None)
     return names
 
 

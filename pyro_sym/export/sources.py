@@ -95,7 +95,8 @@ def from_mcmc(
         attrs["acceptance_rate"] = rates
     stats = _mcmc_stats(reports, draws)
     by_site = [name for name in stats if name.startswith("site_")]
-    coords, dims = {}, {}
+    coords: dict[str, Any] = {}
+    dims: dict[str, list[str | None]] = {}
     if by_site and getattr(kernel, "transforms", None):  # this package's kernels, in the order of their sites
         coords = {LATENT_SITE: list(kernel.transforms)}
         dims = {name: [LATENT_SITE] for name in by_site}

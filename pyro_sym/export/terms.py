@@ -121,10 +121,8 @@ class _Component:
 def _components(sites: list[Any], summed: set[str]) -> list[_Component]:
     components: list[_Component] = []
     for site in sites:
-        log_prob = site["packed"].get("log_prob")
-        symbols = (
-            frozenset(summed & set(log_prob._pyro_dims)) if isinstance(log_prob, Tensor) else frozenset()
-        )
+        log_prob: Any = site["packed"].get("log_prob")  # a plate has none
+        symbols = frozenset(summed & set(getattr(log_prob, "_pyro_dims", "")))
         if not symbols:
             continue
         touching = [component for component in components if component.symbols & symbols]
@@ -172,7 +170,7 @@ def _contract(
 ) -> list[tuple[frozenset[str], Tensor]]:
     """What is left after summing symbols out, by the plates in which it is left; right-aligned."""
     to_name = {symbol: name for name, symbol in trace.plate_to_symbol.items()}
-    to_dim = {}
+    to_dim: dict[str, int] = {}
     factors: OrderedDict[frozenset[str], list[Tensor]] = OrderedDict()
     for site in sites:
         plates = _plates(site)

@@ -98,7 +98,7 @@ def test_densities_of_guides(make: Any) -> None:
         with pyro.plate("component", 2):
             pyro.sample("locs", dist.Normal(torch.tensor([-5.0, 5.0]), 0.3))
 
-    guide = by_hand if make == "by hand" else make(mixture, init_scale=0.3)
+    guide: Any = by_hand if make == "by hand" else make(mixture, init_scale=0.3)
     data = from_pyro_svi(guide, args=(y,), model=mixture, num_samples=8, log_likelihood=True)
     posterior, stats = dataset(data, "posterior"), dataset(data, "sample_stats")
     assert stats["log_q"].dims == stats["log_p"].dims == ("chain", "draw")
