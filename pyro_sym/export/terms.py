@@ -110,7 +110,7 @@ def mask_of(site: Any, shape: tuple[int, ...]) -> Tensor | None:
 # Summing enumerated sites out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Component:
     """Sites that depend on each other through enumerated ones, and the symbols of these."""
 

@@ -217,7 +217,7 @@ def test_posterior_predictive_is_of_the_model_at_each_draw() -> None:
             z = pyro.sample("z", dist.Bernoulli(0.25), infer={"enumerate": "parallel"})
             pyro.sample("y", dist.Normal(loc + 4 * z, 0.5), obs=y[rows])
 
-    loc = torch.tensor([[-1.0, 2.0]]).repeat_interleave(200, 1)
+    loc = torch.tensor([[-1.0, 2.0]]).repeat_interleave(100, 1)
     state = torch.get_rng_state()
     new = dataset(
         from_pyro({"loc": loc}, model=model, args=(torch.zeros(8),), posterior_predictive=True),
@@ -227,10 +227,10 @@ def test_posterior_predictive_is_of_the_model_at_each_draw() -> None:
     assert list(new.data_vars) == ["y"]
     noise = new["y"].values[0] - loc[0, :, None].numpy() - 4 * 0.25
     variance = 0.25 + 16 * 0.25 * 0.75
-    for half in (noise[:200], noise[200:]):
+    for half in (noise[:100], noise[100:]):
         # z and noise are drawn anew for every draw and row.
         assert abs(half.mean()) < Z_LIMIT * np.sqrt(variance / half.size)
-        assert abs(np.corrcoef(half.T)[0, 1]) < Z_LIMIT / np.sqrt(200)
+        assert abs(np.corrcoef(half.T)[0, 1]) < Z_LIMIT / np.sqrt(100)
     assert len(np.unique(noise)) > 0.99 * noise.size
 
 
@@ -258,7 +258,7 @@ def test_predictive_draws_from_outside_lose_their_padding() -> None:
 
 
 def test_prior_draws_are_of_the_prior() -> None:
-    count = 300
+    count = 200
     data = from_pyro(draws(), model=regression, args=(X, Y), prior=count)
     w = dataset(data, "prior")["w"].values[0]
     y = dataset(data, "prior_predictive")["y"].values[0]
