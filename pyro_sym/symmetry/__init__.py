@@ -20,7 +20,7 @@ __all__ = [
     "Viewed",
     "align",
     "check_symmetry",
+    "find_symmetry",
     "normalise_scales",
     "symmetry_of",
-    "find_symmetry",
 ]
