@@ -53,7 +53,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Time SVI, symmetrised against plain (``-- --json FILE`` keeps it), a BayesianModule, log likelihoods."""
+    """Time SVI, symmetrised and plain (``-- --json FILE`` keeps it), a BayesianModule, log likelihoods."""
     install(session, extras="[quickstart]")
     session.run("python", "benchmarks/svi_step.py", *session.posargs)
     session.run("python", "benchmarks/bayesian_module.py")

@@ -26,6 +26,8 @@ from pyro_sym.symmetry.model import (
     finite_draw,
     refuse_hidden_randomness,
 )
+from pyro_sym.symmetry.modules import networks
+from pyro_sym.symmetry.network import NetworkSymmetry, symmetry_of
 from pyro_sym.symmetry.product import Product
 
 __all__ = ["find_symmetry"]
@@ -62,6 +64,10 @@ def find_symmetry(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Symme
     Both axes of a covariance move together. Signs are looked for on real sites and covariances, on axes of
     size one too, as that of a single factor.
 
+    Networks that the model calls, and whose parameters are sites by name (:class:`~pyro_sym.BayesianModule`),
+    are read first by :func:`~pyro_sym.symmetry_of`, which knows the factors of axes, too; of their groups
+    those remain that the priors don't break.
+
     What no product of axes can say is not found: the sign of a scalar site; the exchange of sites with names
     of their own (components drawn in a loop), or of some units of an axis only; relabelling inside of blocks,
     each on its own (what is common to all blocks is found); and of minimal sets that overlap, as the signs of
@@ -77,8 +83,8 @@ def find_symmetry(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Symme
 
     Returns:
         A :class:`~pyro_sym.Permutation` or :class:`~pyro_sym.SignFlip` if there is one only, and a
-        :class:`~pyro_sym.Product` otherwise; ``Product()`` is the trivial group. It has been checked as
-        :func:`~pyro_sym.check_symmetry` does it.
+        :class:`~pyro_sym.Product` otherwise; ``Product()`` is the trivial group. The group of a network is a
+        :class:`~pyro_sym.NetworkSymmetry`. It has been checked as :func:`~pyro_sym.check_symmetry` does it.
 
     Raises:
         SymmetryError: if the log joint is random at fixed values of the latent sites.
@@ -87,7 +93,7 @@ def find_symmetry(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Symme
 
     Warns:
         UserWarning: if the search was cut short after 5000 evaluations of the log joint; it names the axes
-            that are left.
+            that are left. If the graph of a network can't be read.
 
     Example:
         >>> def mixture(y):
@@ -104,7 +110,8 @@ def find_symmetry(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Symme
 
 
 def _find(program: Program, dtype: torch.dtype) -> Symmetry:
-    axes = _candidates(program)
+    read = list(_read_off_networks(program, dtype))
+    axes = [axis for axis in _candidates(program) if not any(axis.is_moved_by(group) for group in read)]
     search = _Search(program, dtype)
     members: list[Symmetry] = list(search.groups(Permutation, [axis for axis in axes if axis.size > 1]))
     for flip in search.groups(SignFlip, [axis for axis in axes if axis.signed]):
@@ -115,8 +122,33 @@ def _find(program: Program, dtype: torch.dtype) -> Symmetry:
     order = list(program.latents)
     members.sort(key=lambda member: order.index(member.sites[0]))
     if members and not _passes(program, dtype, Product(*members)):
-        members = [member for member in members if _passes(program, dtype, member)]
+        kept = [member for member in members if _passes(program, dtype, member)]
+        warnings.warn(
+            f"{', '.join(str(m) for m in members if m not in kept) or Product(*members)} left the log joint "
+            "as it is at mild values but not at draws from the prior, and is left out. Is the log joint "
+            "computed without loss of digits there?",
+            stacklevel=4,
+        )
+        members = kept
+    members = [*read, *members]
     return members[0] if len(members) == 1 else Product(*members)
+
+
+def _read_off_networks(program: Program, dtype: torch.dtype) -> Iterator[NetworkSymmetry]:
+    """The groups of networks that the model calls, less the members that its priors break."""
+    for network in networks(program):
+        try:
+            whole = symmetry_of(network.module, *network.args, prefix=network.prefix, **network.kwargs)
+        except (SymmetryError, RuntimeError) as error:
+            warnings.warn(
+                f"the graph of the network {type(network.module).__name__} can't be read ({error}); its "
+                "parameters are searched like other sites, whole axes only",
+                stacklevel=5,
+            )
+            continue
+        kept = whole.restrict(program.latents).where(lambda member: _passes(program, dtype, member))
+        if kept.members:
+            yield kept
 
 
 def _passes(program: Program, dtype: torch.dtype, symmetry: Symmetry) -> bool:
@@ -154,6 +186,10 @@ class _Axis:
     size: int
     whole: bool
     signed: bool
+
+    def is_moved_by(self, group: Symmetry) -> bool:
+        """Whether a group moves it already."""
+        return not set(self.axes).isdisjoint(group.axes.get(self.site, ()))
 
     def __str__(self) -> str:
         return f"{self.site}[{', '.join(map(str, self.axes))}]"

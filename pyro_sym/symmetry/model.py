@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ import torch
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.messenger import _bound_partial, _context_wrap
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from pyro_sym.errors import SymmetryError
@@ -74,13 +75,12 @@ def at_best_precision(
     """Look at a model in float64 if it runs there, else as it is; torch's random state is put back."""
     model = unblocked(model)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        try:
-            with _default_dtype(torch.float64):
-                double = partial(tree_map, _to_double)
-                return compute(Program(model, double(args), double(kwargs)), torch.float64)
-        except RuntimeError as error:
-            if "dtype" not in str(error) and "scalar type" not in str(error):
-                raise
+        # A model with tensors of its own in single precision fails among doubles; a failure of another kind
+        # comes again without them.
+        with suppress(RuntimeError), _default_dtype(torch.float64):
+            double = partial(tree_map, _to_double)
+            own = copy.deepcopy(model).double() if isinstance(model, nn.Module) else model
+            return compute(Program(own, double(args), double(kwargs)), torch.float64)
         return compute(Program(model, args, kwargs), torch.float32)
 
 

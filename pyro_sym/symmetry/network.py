@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -111,6 +111,25 @@ class NetworkSymmetry(Viewed):
                 dropped.append(f"left out: {_name(member, size)} also moves {', '.join(outside)}")
             else:
                 kept.append(type(member)(axes))
+        moved = {site for member in kept for site in member.axes}
+        shapes = {site: shape for site, shape in self.shapes.items() if site in moved}
+        return NetworkSymmetry(kept, shapes, self.buffers, dropped)
+
+    def where(self, holds: Callable[[Symmetry], bool]) -> NetworkSymmetry:
+        """The subgroup of the members for which a condition holds.
+
+        Args:
+            holds: a function of a member, which is passed as a symmetry of the parameters themselves.
+
+        Returns:
+            The subgroup; what was left out is told below the table.
+        """
+        kept, dropped = [], list(self.dropped)
+        for member, size in zip(self.members, self.sizes, strict=True):
+            if holds(Viewed(member, {site: self.shapes[site] for site in member.axes})):
+                kept.append(member)
+            else:
+                dropped.append(f"left out: {_name(member, size)} of {', '.join(member.sites)}")
         moved = {site for member in kept for site in member.axes}
         shapes = {site: shape for site, shape in self.shapes.items() if site in moved}
         return NetworkSymmetry(kept, shapes, self.buffers, dropped)

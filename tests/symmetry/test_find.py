@@ -14,7 +14,10 @@ from pyro import poutine
 from pyro.infer import config_enumerate
 from torch import Tensor
 
+import pyro_sym as ps
 from pyro_sym import (
+    BayesianModule,
+    NetworkSymmetry,
     Permutation,
     Product,
     SignFlip,
@@ -25,6 +28,7 @@ from pyro_sym import (
 )
 from pyro_sym.program import Program
 from pyro_sym.symmetry import find
+from pyro_sym.symmetry.modules import networks
 from tests.symmetry.models import CASES, INPUTS, NEAR_MISSES, TARGETS, Case, Y, ones, relu_network, zeros
 from tests.symmetry.test_model import Net, enumerated_mixture
 
@@ -249,3 +253,60 @@ def test_models_without_symmetries_to_find_are_refused() -> None:
         find_symmetry(observed)
     with pytest.raises(ValueError, match="'counts' is discrete"):
         find_symmetry(lambda: pyro.sample("counts", dist.Poisson(torch.ones(3)).to_event(1)))
+
+
+CONVOLUTIONS = torch.nn.Sequential(
+    torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(36, 3)
+)
+IMAGES, CLASSES = torch.randn(5, 1, 5, 5), torch.tensor([0, 1, 2, 0, 1])
+
+
+def bayesian(prior: Any) -> BayesianModule:
+    return BayesianModule(CONVOLUTIONS, prior, ps.nn.Categorical(num_data=5))
+
+
+def test_networks_are_read_off_their_graph() -> None:
+    """Channels behind a flatten are a factor of an axis, which no search over axes would find."""
+    model = bayesian(ps.nn.IIDPrior(dist.Normal(0.0, 1.0)))
+    found = find_symmetry(model, IMAGES, CLASSES)
+    assert isinstance(found, NetworkSymmetry) and found.shapes["3.weight"] == ((3,), (4, 9))
+    check_symmetry(model, found, IMAGES, CLASSES)
+
+
+def test_a_prior_that_tells_channels_apart_breaks_the_group_of_the_network() -> None:
+    def ordered(name: str, parameter: Tensor, module: torch.nn.Module) -> dist.Normal:
+        return dist.Normal(torch.arange(4.0) if name == "0.bias" else 0.0, 1.0)
+
+    found = find_symmetry(bayesian(ordered), IMAGES, CLASSES)
+    assert found.log_order(dict(CONVOLUTIONS.named_parameters())) == 0.0
+
+
+def test_a_network_without_a_graph_is_searched_like_other_sites(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise SymmetryError("control flow that depends on data")
+
+    monkeypatch.setattr(find, "symmetry_of", fail)
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 3))
+    model = BayesianModule(net, ps.nn.IIDPrior(dist.Normal(0.0, 1.0)), ps.nn.Categorical(num_data=5))
+    with pytest.warns(UserWarning, match="graph of the network Sequential can't be read"):
+        found = find_symmetry(model, IMAGES[:, 0, 0, :2], CLASSES)
+    assert repr(found) == "Permutation({'0.weight': -2, '0.bias': -1, '2.weight': -1})"
+
+
+def test_networks_in_a_model_are_found_with_their_prefix_and_inputs_by_name() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+
+    def model(inputs: Tensor) -> None:
+        weights = {
+            name: pyro.sample(f"net.{name}", dist.Normal(zeros(*p.shape), 1.0).to_event(p.dim()))
+            for name, p in net.named_parameters()
+        }
+        output = torch.func.functional_call(net, weights, (), {"input": inputs})
+        with pyro.plate("rows", 5):
+            pyro.sample("y", dist.Normal(output.squeeze(-1), 1.0), obs=zeros(5))
+
+    (network,) = networks(Program(model, (IMAGES[:, 0, 0, :2],)))
+    assert network.module is net and network.prefix == "net."
+    assert network.args == () and torch.equal(network.kwargs["input"], IMAGES[:, 0, 0, :2])
+    # The hooks are gone again.
+    assert not torch.nn.modules.module._global_forward_pre_hooks and not net._forward_pre_hooks
