@@ -1,4 +1,4 @@
-"""Fused steps against the same steps one by one. Two packages are compiled here, 10 to 20 s of CPU each."""
+"""Fused steps against the same steps one by one. Three packages are compiled here, 10 to 20 s of CPU each."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from pyro_sym.infer import gradient as gradient_module
 from pyro_sym.infer import package
 from pyro_sym.infer.fused import FusedSteps, block_length
 from pyro_sym.infer.gradient import Gradient
+from pyro_sym.infer.kernels import BAOA
 from pyro_sym.infer.minibatch import Minibatch, draw_indices
 from pyro_sym.infer.potential import Potential
+from pyro_sym.infer.vectorized import VectorizedMCMC
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler on the path"
@@ -98,6 +101,41 @@ def test_a_compiled_gradient_in_float32() -> None:
     assert gradient.mode == "compile"
     assert energy.dtype == slope.dtype == torch.float32
     torch.testing.assert_close((energy, slope), gradient.eager(position, minibatch), rtol=1e-4, atol=1e-3)
+
+
+@needs_compiler
+def test_large_chains_take_compiled_blocks_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At T = 0 on rows that are all alike, so that the order of random numbers plays no part."""
+    monkeypatch.setattr(gradient_module, "LARGE", 1)
+
+    def model() -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=torch.float64), 1.0).to_event(1))
+        with pyro.plate("rows", ROWS, subsample_size=4):
+            pyro.sample("y", dist.Normal(w.sum() ** 2, 1.0), obs=torch.ones(4, dtype=torch.float64))
+
+    def run(jit: Any, start: Tensor) -> VectorizedMCMC:
+        kernel = BAOA(model, step_size=0.05, temperature=0.0, jit=jit)
+        mcmc = VectorizedMCMC(
+            kernel,
+            num_samples=8,
+            warmup_steps=0,
+            num_chains=3,
+            thinning=2,
+            initial_params={"w": start},
+            on_divergence="mask",
+            disable_progbar=True,
+        )
+        mcmc.run()
+        return mcmc
+
+    start = torch.randn(3, 3, dtype=torch.float64)
+    far = start * torch.tensor([[1.0], [100.0], [1.0]])  # from where one chain leaves for infinity
+    for given, left in ((start, []), (far, [1])):
+        compiled, traced = run("compile", given), run("trace", given)
+        assert compiled._chains is not None and compiled._chains._compiles(warming_up=False) == (not left)
+        assert compiled.diverged == traced.diverged and list(traced.diverged) == left
+        samples = [mcmc.get_samples(group_by_chain=True) for mcmc in (compiled, traced)]
+        torch.testing.assert_close(*samples, equal_nan=True)
 
 
 def test_without_a_compiler_steps_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
