@@ -93,8 +93,8 @@ class StochasticGradientKernel(MCMCKernel):
             (:mod:`pyro_sym.infer.preconditioners`).
         jit: ``"eager"`` runs the model at each step; ``"trace"`` runs its operations, recorded once;
             ``"compile"`` compiles several steps into one call, which takes some ten seconds the first time
-            and wants a C++ compiler (with batches or control variates it compiles the gradient
-            alone); ``"auto"`` traces where that can be done and shown to be right.
+            and wants a C++ compiler (with batches, control variates or a preconditioner that goes on learning
+            it compiles the gradient alone); ``"auto"`` traces where that can be done and shown to be right.
 
     Attributes:
         initial_params: unconstrained values by site that chains start from. Set them before the run (``MCMC``
