@@ -16,6 +16,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor, fx
 from torch.distributions import Distribution
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pyro_sym.infer.algebra import fewer_passes
@@ -168,7 +169,9 @@ class Gradient:
 
         per_chain = [n < inputs.num_indices and t.dim() == 2 for n, t in enumerate(inputs.tensors)]
         rows = [t[0] if own else t for t, own in zip(inputs.tensors, per_chain, strict=True)]
-        with _unvalidated(), torch.random.fork_rng(devices=[]):
+        # Attention by plain products: torch's fused kernel has no rule for many chains at once.
+        plain = sdpa_kernel(SDPBackend.MATH)
+        with _unvalidated(), plain, torch.random.fork_rng(devices=[]):
             single = trace(one_chain, [position[0], *rows])
         refuse_side_effects(single)
         in_dims = (0, *[0 if own else None for own in per_chain])

@@ -331,3 +331,20 @@ def test_an_operation_that_no_rule_foresaw_is_run_as_it_is(monkeypatch: pytest.M
     with pytest.warns(UserWarning, match=r"can't be simplified: KeyError: 'aten\.unheard_of'"):
         _, slope = gradient(torch.ones(1, 1), Minibatch())
     assert gradient.mode == "eager" and slope.item() == 1.0
+
+
+def test_attention_is_traced_for_many_chains() -> None:
+    """Torch picks a fused kernel for it, which counts as random and has no rule under ``vmap``."""
+    queries = torch.randn(1, 1, 5, 4)
+
+    def model() -> None:
+        keys = pyro.sample("keys", dist.Normal(torch.zeros(1, 1, 5, 4), 1.0).to_event(4))
+        attended = torch.nn.functional.scaled_dot_product_attention(queries, keys, queries)
+        pyro.factor("f", -attended.square().sum())
+
+    gradient = Gradient(Potential(model))
+    for chains in (1, 3):
+        position = torch.randn(chains, 20)
+        results = gradient(position, Minibatch({}))
+        torch.testing.assert_close(results, gradient.eager(position, Minibatch({})))
+    assert gradient.mode == "trace"
