@@ -53,9 +53,10 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Time a step of SVI: symmetrised against plain, ``-- --json FILE`` to keep it; of a BayesianModule."""
+    """Time a step of SVI (``-- --json FILE`` keeps it), of a BayesianModule, and the log likelihood."""
     install(session, extras="[quickstart]")
     session.run("python", "benchmarks/svi_step.py", *session.posargs)
+    session.run("python", "benchmarks/log_likelihood.py")
     session.run("python", "benchmarks/bayesian_module.py")
 
 

@@ -7,7 +7,7 @@ stochastic-gradient MCMC, and exports draws to ArviZ aligned modulo the symmetry
 
 from pyro_sym import nn as nn
 from pyro_sym.errors import DivergenceError, NoDensityError, SymmetryError
-from pyro_sym.export import dataset, from_pyro, from_pyro_svi
+from pyro_sym.export import dataset, from_pyro, from_pyro_svi, log_likelihood
 from pyro_sym.infer.autoguide import AutoSymmetrized, AutoSymmetrizedNormal, SymmetryGain
 from pyro_sym.infer.kernels import BAOA, SGHMC, SGLD, SGNHT, LeimkuhlerMatthews
 from pyro_sym.infer.potential import Potential
@@ -67,6 +67,7 @@ __all__ = [
     "from_pyro",
     "from_pyro_svi",
     "kinetic_band",
+    "log_likelihood",
     "normalise_scales",
     "symmetry_of",
 ]
