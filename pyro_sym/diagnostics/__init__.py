@@ -1,4 +1,4 @@
-"""Diagnostics that know of symmetries: one report of a run, distances, the kernel Stein discrepancy, two plots.
+"""Diagnostics that know of symmetries: a report of a run, distances, kernel Stein discrepancy, two plots.
 
 ArviZ, pandas and matplotlib are imported when they are first needed.
 """

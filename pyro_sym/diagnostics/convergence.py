@@ -123,9 +123,10 @@ def _diagnosed(values: dict[str, np.ndarray]) -> dict[str, list[float]]:
     )
     unknown = {name: np.full(value.shape[-1], math.nan) for name, value in values.items()}
     fits = count >= LEAST_DRAWS
-    r_hat = az.rhat(variables) if fits and chains >= LEAST_CHAINS else unknown
-    bulk = az.ess(variables, method="bulk") if fits else unknown
-    tail = az.ess(variables, method="tail") if fits else unknown
+    with np.errstate(invalid="ignore", divide="ignore"):  # constant coordinates
+        r_hat = az.rhat(variables) if fits and chains >= LEAST_CHAINS else unknown
+        bulk = az.ess(variables, method="bulk") if fits else unknown
+        tail = az.ess(variables, method="tail") if fits else unknown
     return {
         "r_hat": [_of(np.max, r_hat[name]) for name in values],
         "r_hat_median": [_of(np.median, r_hat[name]) for name in values],

@@ -1,4 +1,4 @@
-"""Distances modulo a symmetry: from draws to the nearest copy of a mode, and from a mode to its own copies."""
+"""Distances modulo a symmetry: from draws to the nearest copy of a mode, from a mode to its own copies."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def distance_to_mode(
     for site in mode.keys() - target.keys():
         if site not in samples or samples[site].shape[batch_ndim:] != mode[site].shape:
             raise ValueError(
-                f"the mode has a site {site!r} of shape {tuple(mode[site].shape)}; the draws don't"
+                f"the mode has site {site!r} of shape {tuple(mode[site].shape)}; the draws don't"
             )
     flat = _flat(symmetry)
     squares = torch.zeros(math.prod(batch_shape), dtype=torch.float64)
@@ -175,11 +175,6 @@ def _by_trial(group: Product, block: _Block, point: dict[str, Tensor]) -> float:
     """The same where a swap moves one site along several axes, so that its distance is no sum over units."""
     descent = _Descent(group, point)
     current = {site: point[site] for site in block.axes}
-    squares = [
-        sum(
-            float((image - current[site]).square().sum())
-            for site, image in descent._act(step, current).items()
-        )
-        for step in descent._small_steps(block, 1)
-    ]
-    return min(squares, default=math.inf)
+    still = _Moments(current, {site: torch.ones_like(value) for site, value in current.items()})
+    steps = descent._small_steps(block, 1)
+    return min((float(still.distance(descent._act(step, current))) for step in steps), default=math.inf)

@@ -60,9 +60,5 @@ def confidence(draws: Draws) -> pd.DataFrame | None:
     if stats is None or CONFIDENCE not in stats:
         return None
     values = stats[CONFIDENCE].values
-    row = {
-        "mean": np.nanmean(values),
-        "quantile_5": np.nanquantile(values, 0.05),
-        "smallest": np.nanmin(values),
-    }
+    row = {"mean": values.mean(), "quantile_5": np.quantile(values, 0.05), "smallest": values.min()}
     return pd.DataFrame([row], index=[CONFIDENCE])

@@ -1,4 +1,4 @@
-"""Two plots that ArviZ doesn't have: an orbit before and after alignment, and temperatures against their bands."""
+"""Two plots that ArviZ doesn't have: an orbit before and after alignment, temperatures and their bands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from pyro_sym.diagnostics.convergence import Draws, has_group
 from pyro_sym.diagnostics.settings import kernel_temperature, unconstrained_sizes
-from pyro_sym.diagnostics.temperatures import ALL_SITES, KINDS, by_site
+from pyro_sym.diagnostics.temperatures import KINDS, by_site
 from pyro_sym.export import dataset
 from pyro_sym.infer.temperature import kinetic_band
 
@@ -69,7 +69,7 @@ def plot_orbit(
 
     if not has_group(data, "posterior_aligned"):
         raise ValueError("nothing was aligned: pass symmetry= to from_pyro")
-    if axes is None:
+    if own := axes is None:
         _, axes = plt.subplots(1, 2, figsize=(9, 4), sharex=True, sharey=True, layout="constrained")
     axes = np.asarray(axes)
     for ax, group, title in zip(axes, ("posterior", "posterior_aligned"), ("raw", "aligned"), strict=True):
@@ -78,7 +78,8 @@ def plot_orbit(
         for points_x, points_y, label in _thinned(points_by, max_points):
             ax.scatter(points_x, points_y, s=8, alpha=0.5, linewidths=0, label=label)
         ax.set(title=title, xlabel=label_x, ylabel=label_y)
-    axes[1].tick_params(labelleft=True)
+        if own:
+            ax.label_outer()
     if len(points_by) <= MOST_IN_LEGEND:
         # Beside the points: they may be anywhere.
         axes[1].legend(title=what, loc="center left", bbox_to_anchor=(1.0, 0.5), markerscale=2, frameon=False)
@@ -148,7 +149,7 @@ def plot_temperatures(
             ends = np.quantile(values, [0.05, 0.95])
             ax.plot(ends, [row + offset] * 2, color=COLOURS[kind], linewidth=1.5)
             (point,) = ax.plot(
-                values.mean(), row + offset, "o", color=COLOURS[kind], label=f"{kind}, mean and 90 %"
+                values.mean(), row + offset, "o", color=COLOURS[kind], label=f"{kind}, mean and 90%"
             )
         if series[kind]:
             handles.append(point)

@@ -1,4 +1,4 @@
-"""One report of a run: what mixed, what is a matter of labels only, how hot it was, how far from the target."""
+"""One report of a run: what mixed, what is a matter of labels only, how hot it was, how far it is off."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from pyro_sym.diagnostics.convergence import Draws, convergence
@@ -97,8 +96,8 @@ def report(
 
     * **Convergence** of raw draws, aligned draws, and functions of them. Chains at different copies of one
       mode have a large raw R-hat, and R-hats of aligned draws and of functions near 1: they differ in their
-      labels only. If those are large too, the chains disagree. And a raw R-hat near 1 may mean that all chains
-      switch labels alike, where means and standard deviations of raw draws are of no one thing.
+      labels only. If those are large too, the chains disagree. And a raw R-hat near 1 may mean that all
+      chains switch labels alike; then means and standard deviations of raw draws are of no one thing.
     * **Temperatures**, for this package's kernels: the kinetic one in the :math:`\chi^2` band of
       :func:`~pyro_sym.kinetic_band`, of as many draws as the chain is worth; the configurational one within
       normal bounds around the target. See :mod:`pyro_sym.infer.temperature` for what each can see. Of a
@@ -137,7 +136,8 @@ def report(
         >>> locs = torch.tensor([-3.0, 3.0]) + 0.1 * torch.randn(2, 50, 2)
         >>> locs[1] = locs[1].flip(-1)  # the second chain has the labels the other way round
         >>> symmetry = Permutation({"locs": -1})
-        >>> data = from_pyro({"locs": locs}, symmetry=symmetry, functions={"total": lambda d: d["locs"].sum()})
+        >>> total = {"total": lambda draw: draw["locs"].sum()}
+        >>> data = from_pyro({"locs": locs}, symmetry=symmetry, functions=total)
         >>> table = report(data, symmetry=symmetry).convergence
         >>> (table["r_hat"] > 1.1).to_dict(), (table["r_hat_aligned"] > 1.1).to_dict()
         ({'locs': True, 'total': False}, {'locs': False, 'total': False})

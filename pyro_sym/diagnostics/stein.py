@@ -39,7 +39,7 @@ def stein_kernel(x: Tensor, score_x: Tensor, y: Tensor, score_y: Tensor, *, c: f
 
     .. math::
 
-        k_p(x, y) &= s_x^\top s_y\, k + s_x^\top \nabla_y k + s_y^\top \nabla_x k + \nabla_x^\top \nabla_y k \\
+        k_p(x, y) &= s_x^\top s_y k + s_x^\top \nabla_y k + s_y^\top \nabla_x k + \nabla_x^\top \nabla_y k \\
         &= s_x^\top s_y\, q^\beta + 2 \beta\, (s_y - s_x)^\top (x - y)\, q^{\beta - 1}
            - 2 \beta d\, q^{\beta - 1} - 4 \beta (\beta - 1) \lVert x - y \rVert^2 q^{\beta - 2}.
 
@@ -87,8 +87,8 @@ def kernel_stein_discrepancy(
     with the Stein kernel :math:`k_p` of :func:`stein_kernel`. It is zero for :math:`r = p` only, and with
     this kernel it does not vanish while draws escape to infinity.
 
-    **What it sees**: a wrong temperature, step sizes that are too large, the noise of minibatches, chains that
-    have not arrived. All these are of the shape of the law *near the draws*.
+    **What it sees**: a wrong temperature, step sizes that are too large, the noise of minibatches, chains
+    that have not arrived. All these are of the shape of the law *near the draws*.
 
     **What it misses**: how much mass each of several separated modes has. Where modes are far apart the score
     of a mixture is that of the nearest component, whatever its weight, so draws from one of :math:`|G|`
@@ -168,8 +168,8 @@ def _scaled(draws: Tensor, score: Tensor, scale: Tensor | float | None) -> tuple
     """Centred draws and their score in units of the scale, in float64."""
     if draws.dim() != 2 or draws.shape != score.shape or len(draws) < 2:
         raise ValueError(
-            f"draws have shape {tuple(draws.shape)} and the score {tuple(score.shape)}; pass (n, d) for both, "
-            "with n >= 2"
+            f"draws have shape {tuple(draws.shape)} and the score {tuple(score.shape)}; pass (n, d) for "
+            "both, with n >= 2"
         )
     for what, value in {"draws": draws, "score": score}.items():
         bad = ~value.isfinite().all(-1)
