@@ -61,20 +61,28 @@ class Draws:
                 raise KeyError(f"the posterior has no variable {name!r}, but {list(posterior.data_vars)}")
         sizes = {name: math.prod(posterior[name].shape[2:]) for name in names}
         names = [name for name in names if sizes[name]]
+        if not names:
+            raise ValueError("there is no variable to look at")
         raw = {name: _some(posterior[name], most) for name in names}
-        finite = np.stack([np.isfinite(value).all((1, 2)) for value in raw.values()]).all(0)
+        by_name = {name: np.isfinite(value).all((1, 2)) for name, value in raw.items()}
+        finite = np.stack(list(by_name.values())).all(0)
         if not finite.any():
             raise ValueError("every chain has draws that are not finite; there is nothing to report on")
         notes = []
         if not finite.all():
-            notes.append(f"chains {(~finite).nonzero()[0].tolist()} have draws that aren't finite: left out")
-        if finite.sum() < LEAST_CHAINS:
+            at_fault = [name for name, fine in by_name.items() if not fine.all()]
+            notes.append(
+                f"chains {np.flatnonzero(~finite).tolist()} are left out: not finite in {', '.join(at_fault)}"
+            )
+        if "guide" in data.attrs:
+            notes.append("draws of a guide are independent: that they mix says nothing of its fit")
+        elif finite.sum() < LEAST_CHAINS:
             notes.append("there is one chain, so no R-hat: run more, from other starts")
         aligned = None
         if has_group(data, "posterior_aligned"):
             moved = dataset(data, "posterior_aligned")
             aligned = {name: _some(moved[name], most)[finite] for name in names}
-        chains = finite.nonzero()[0].tolist()
+        chains = np.flatnonzero(finite).tolist()
         return cls(data, chains, sizes, {n: v[finite] for n, v in raw.items()}, aligned, tuple(notes))
 
     def stats(self) -> xr.Dataset | None:

@@ -10,6 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+import xarray as xr
 from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
 
@@ -123,7 +124,7 @@ def test_chains_that_are_not_finite_are_left_out() -> None:
     with pytest.warns(UserWarning, match="not finite"):
         data = from_pyro(draws, symmetry=SIGNED)
     found = report(data, symmetry=SIGNED)
-    assert "chains [2]" in found.notes[0]
+    assert found.notes == ("chains [2] are left out: not finite in into",)
     assert (found.convergence["r_hat_aligned"] < 1.02).all()
     draws["into"][:] = math.nan
     with pytest.raises(ValueError, match="every chain"):
@@ -139,7 +140,8 @@ def test_constant_variables_and_few_draws() -> None:
 
 
 def test_confidence_is_shown_where_there_is_one(network: Any) -> None:
-    network["sample_stats"][CONFIDENCE] = (("chain", "draw"), np.linspace(0, 1, 600).reshape(4, 150))
+    values = np.linspace(0, 1, 600).reshape(4, 150)
+    network["sample_stats"][CONFIDENCE] = xr.DataArray(values, dims=("chain", "draw"))
     table = report(network).confidence
     assert table is not None
     assert table.loc[CONFIDENCE].to_list() == pytest.approx([0.5, 0.05, 0.0])
@@ -181,7 +183,7 @@ def test_run_at_its_temperature(tempered: Any) -> None:
     assert table["size"].to_dict() == {"loc": 4, "scale": 1, "all sites": 5}
     assert (table["target"] == 0.5).all()
     assert table["kinetic_inside"].all() and table["configurational_inside"].all()
-    assert (table["kinetic_high"] - table["kinetic_low"] < 0.3).all()
+    assert (table["kinetic_high"] - table["kinetic_low"] < 0.4).all()
     wrong = report(tempered, temperature=1.0).temperatures
     assert wrong is not None
     assert not wrong["kinetic_inside"].any()
@@ -245,7 +247,7 @@ def test_guide_with_gain_and_discrepancy() -> None:
     assert found.temperatures is None
     assert math.isnan(found.convergence.loc["locs", "r_hat"])
     assert found.convergence.loc["locs", "ess_bulk_aligned"] > 20
-    assert any("no R-hat" in note for note in found.notes)
+    assert any("of a guide" in note for note in found.notes)
 
 
 def test_report_reads_well(network: Any) -> None:
@@ -266,6 +268,10 @@ def test_refusals(network: Any) -> None:
         report(network, var_names=["absent"])
     with pytest.raises(ValueError, match="max_coordinates=0"):
         report(network, max_coordinates=0)
+    with pytest.raises(ValueError, match="no variable to look at"):
+        report(network, var_names=[])
+    one = from_pyro({"x": torch.randn(1, 20)})
+    assert "no R-hat" in report(one).notes[0]
 
 
 @pytest.mark.usefixtures("_no_window")
@@ -292,7 +298,7 @@ def test_plot_of_temperatures(tempered: Any) -> None:
     assert [label.get_text() for label in ax.get_yticklabels()] == ["loc (4)", "scale (1)", "all sites (5)"]
     assert len(ax.patches) == 3
     (at,) = [line.get_xdata() for line in ax.lines if line.get_label() == "T = 0.5"]
-    assert list(at) == [0.5, 0.5]
+    assert np.array_equal(np.asarray(at), [0.5, 0.5])
 
 
 @pytest.mark.usefixtures("_no_window")

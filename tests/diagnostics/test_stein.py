@@ -166,6 +166,21 @@ def test_score_is_that_of_all_data_at_the_temperature() -> None:
     assert torch.allclose(again[1], score)
 
 
+def conjugate(y: Tensor) -> None:
+    loc = pyro.sample("loc", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    with pyro.plate("data", len(y), subsample_size=4) as rows:
+        pyro.sample("y", dist.Normal(loc, 1.0).to_event(1), obs=y[rows])
+
+
+def test_exact_draws_of_a_posterior_and_hot_ones() -> None:
+    y = torch.randn(10, 3)
+    noise = torch.randn(800, 3) / math.sqrt(11)
+    for factor, is_right in ((1.0, True), (1.2, False)):
+        draws = {"loc": y.sum(0) / 11 + factor * noise}
+        found = kernel_stein_discrepancy(*unconstrained_score(conjugate, draws, y))
+        assert (found.p_value > 0.01) == is_right
+
+
 def test_refusals_of_the_score() -> None:
     x, y = torch.randn(7, 2), torch.randn(7)
     with pytest.raises(ValueError, match="'scale' has no draws"):
