@@ -1,6 +1,6 @@
 """Diagnostics that know of symmetries: a report of a run, distances, kernel Stein discrepancy, two plots.
 
-ArviZ, pandas and matplotlib are imported when they are first needed.
+ArviZ, pandas and matplotlib (of the extra ``plots``) are imported when they are first needed.
 """
 
 from pyro_sym.diagnostics.distance import distance_to_copy, distance_to_mode

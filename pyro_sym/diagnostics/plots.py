@@ -37,8 +37,8 @@ def plot_orbit(
 
     With coordinates that have a dim of units, say two weights into each hidden unit, every unit is a point of
     every draw, in a colour of its own: mixed in the raw draws, and one cloud a colour where alignment told
-    units apart. Without such a dim every draw is one point, in the colour of its chain, and the copies of a
-    mode are clouds.
+    units apart. From the eleventh unit on colours repeat. Without such a dim every draw is one point, in the
+    colour of its chain, and the copies of a mode are clouds.
 
     Args:
         data: what :func:`~pyro_sym.from_pyro` returned, with a symmetry.
@@ -158,6 +158,7 @@ def plot_temperatures(
         if sizes:
             handles.append(Patch(color="0.88", label=f"{probability:.0%} of kinetic draws"))
     ax.set_yticks(range(len(sites)), [f"{site} ({sizes[site]})" if site in sizes else site for site in sites])
+    ax.use_sticky_edges = False  # bands end inside of the axes
     ax.set_ylim(len(sites) - 0.4, -0.6)  # the first site on top
     ax.set_xlabel("temperature")
     ax.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)

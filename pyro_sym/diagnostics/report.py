@@ -129,7 +129,8 @@ def report(
 
     Raises:
         KeyError: if a variable is not in the posterior.
-        ValueError: if no chain is finite, there is no variable to look at or no mode to measure from, or ``max_coordinates`` is not positive.
+        ValueError: if no chain is finite, there is no variable to look at, no mode to measure from, or
+            ``max_coordinates`` is not positive.
 
     Example:
         >>> from pyro_sym.diagnostics import report
