@@ -5,6 +5,7 @@ with |G| copies of every mode. This package averages guides over the group, samp
 stochastic-gradient MCMC, and exports draws to ArviZ aligned modulo the symmetry.
 """
 
+from pyro_sym import diagnostics as diagnostics
 from pyro_sym import nn as nn
 from pyro_sym.errors import DivergenceError, NoDensityError, SymmetryError
 from pyro_sym.export import dataset, from_pyro, from_pyro_svi, log_likelihood

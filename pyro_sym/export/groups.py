@@ -58,6 +58,8 @@ def convert(fit: Fit, request: Request) -> Any:
     if fit.model is not None:
         model = Model(fit.model, fit.args, fit.kwargs, first, fit.shows_all)
     attrs = {**fit.attrs, "versions": versions()}
+    if request.functions:  # else nothing would tell them from sites
+        attrs["functions"] = [name.replace("/", ".") for name in request.functions]
     attrs |= {"inference_library": "pyro", "inference_library_version": pyro.__version__}
     stats = dict(fit.stats)
     groups: dict[str, Group] = {"posterior": _sites(fit.draws, model, request.functions)}

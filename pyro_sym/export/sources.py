@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -100,6 +101,11 @@ def from_mcmc(
     if by_site and getattr(kernel, "transforms", None):  # this package's kernels, in the order of their sites
         coords = {LATENT_SITE: list(kernel.transforms)}
         dims = {name: [LATENT_SITE] for name in by_site}
+        # What a temperature of a site is an average over.
+        attrs["unconstrained_sizes"] = {
+            name: math.prod(transform.forward_shape(draws[name].shape[2:]))
+            for name, transform in kernel.transforms.items()
+        }
     return Fit(draws, model, args, kwargs, stats, attrs, batches is None, coords, dims)
 
 

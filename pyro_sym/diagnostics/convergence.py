@@ -1,0 +1,170 @@
+"""R-hat and effective sample size of raw draws beside aligned ones, of some coordinates of each variable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_sym import _arviz
+from pyro_sym.export import dataset
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import xarray as xr
+
+__all__ = ["Draws", "convergence", "has_group"]
+
+# ArviZ wants as many draws a chain, and R-hat as many chains.
+LEAST_DRAWS, LEAST_CHAINS = 4, 2
+SEED = 0x5EED
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The draws of an export that are looked at, from chains that are finite.
+
+    Attributes:
+        data: the export.
+        chains: positions of the chains.
+        sizes: number of coordinates by variable.
+        raw: by variable, some of its coordinates, with dims ``(chain, draw, coordinate)``.
+        aligned: the same coordinates of the aligned draws, if there are any.
+        notes: what was left out.
+    """
+
+    data: Any
+    chains: list[int]
+    sizes: dict[str, int]
+    raw: dict[str, np.ndarray]
+    aligned: dict[str, np.ndarray] | None
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, data: Any, var_names: Collection[str] | None, most: int | None) -> Draws:
+        """Read the draws.
+
+        Args:
+            data: the export.
+            var_names: variables, by default all.
+            most: the most coordinates of one variable.
+        """
+        posterior = dataset(data, "posterior")
+        names = list(posterior.data_vars) if var_names is None else list(var_names)
+        for name in names:
+            if name not in posterior:
+                raise KeyError(f"the posterior has no variable {name!r}, but {list(posterior.data_vars)}")
+        sizes = {name: math.prod(posterior[name].shape[2:]) for name in names}
+        names = [name for name in names if sizes[name]]
+        if not names:
+            raise ValueError("there is no variable to look at")
+        raw = {name: _some(posterior[name], most) for name in names}
+        by_name = {name: np.isfinite(value).all((1, 2)) for name, value in raw.items()}
+        finite = np.stack(list(by_name.values())).all(0)
+        if not finite.any():
+            raise ValueError("every chain has draws that are not finite; there is nothing to report on")
+        notes = []
+        if not finite.all():
+            at_fault = [name for name, fine in by_name.items() if not fine.all()]
+            notes.append(
+                f"chains {np.flatnonzero(~finite).tolist()} are left out: not finite in {', '.join(at_fault)}"
+            )
+        if "guide" in data.attrs:
+            notes.append("draws of a guide are independent: that they mix says nothing of its fit")
+        elif finite.sum() < LEAST_CHAINS:
+            notes.append("there is one chain, so no R-hat: run more, from other starts")
+        aligned = None
+        if has_group(data, "posterior_aligned"):
+            moved = dataset(data, "posterior_aligned")
+            aligned = {name: _some(moved[name], most)[finite] for name in names}
+        chains = np.flatnonzero(finite).tolist()
+        return cls(data, chains, sizes, {n: v[finite] for n, v in raw.items()}, aligned, tuple(notes))
+
+    def stats(self) -> xr.Dataset | None:
+        """The statistics of these chains, if there are any."""
+        if not has_group(self.data, "sample_stats"):
+            return None
+        return dataset(self.data, "sample_stats").isel(chain=self.chains)
+
+    def tensor(self, group: str, site: str) -> Tensor:
+        """All coordinates of a site, of these chains."""
+        return torch.from_numpy(dataset(self.data, group)[site.replace("/", ".")].values[self.chains])
+
+
+def convergence(draws: Draws, functions: Collection[str]) -> pd.DataFrame:
+    """R-hat and effective sample sizes, the worst of each variable.
+
+    Args:
+        draws: what to look at.
+        functions: the variables that are functions of draws, not sites.
+
+    Returns:
+        A table by variable.
+    """
+    import pandas as pd
+
+    table = pd.DataFrame(index=pd.Index(list(draws.raw), name="variable"))
+    table["kind"] = ["function" if name in functions else "site" for name in draws.raw]
+    table["size"] = [draws.sizes[name] for name in draws.raw]
+    table["looked_at"] = [value.shape[-1] for value in draws.raw.values()]
+    raw = _diagnosed(draws.raw)
+    aligned = _diagnosed(draws.aligned) if draws.aligned is not None else {}
+    for column in raw:
+        table[column] = raw[column]
+        table[f"{column}_aligned"] = aligned.get(column, math.nan)
+    return table
+
+
+def _diagnosed(values: dict[str, np.ndarray]) -> dict[str, list[float]]:
+    """Columns of the table, for one kind of draws."""
+    import xarray as xr
+
+    az = _arviz.load()
+    chains, count = next(iter(values.values())).shape[:2]
+    variables = xr.Dataset(
+        {name: (("chain", "draw", f"{name}_coordinate"), value) for name, value in values.items()}
+    )
+    unknown = {name: np.full(value.shape[-1], math.nan) for name, value in values.items()}
+    fits = count >= LEAST_DRAWS
+    with np.errstate(invalid="ignore", divide="ignore"):  # constant coordinates
+        r_hat = az.rhat(variables) if fits and chains >= LEAST_CHAINS else unknown
+        bulk = az.ess(variables, method="bulk") if fits else unknown
+        tail = az.ess(variables, method="tail") if fits else unknown
+    return {
+        "r_hat": [_of(np.max, r_hat[name]) for name in values],
+        "r_hat_median": [_of(np.median, r_hat[name]) for name in values],
+        "ess_bulk": [_of(np.min, bulk[name]) for name in values],
+        "ess_tail": [_of(np.min, tail[name]) for name in values],
+    }
+
+
+def _of(statistic: Any, values: Any) -> float:
+    """A statistic of the coordinates that have one; a constant coordinate has no R-hat."""
+    known = np.asarray(values)
+    known = known[~np.isnan(known)]
+    return float(statistic(known)) if known.size else math.nan
+
+
+def _some(variable: xr.DataArray, most: int | None) -> np.ndarray:
+    """All coordinates, or as many as are wanted, of shape ``(chain, draw, coordinate)``."""
+    import xarray as xr
+
+    shape = variable.shape[2:]
+    size = math.prod(shape)
+    if most is None or size <= most:
+        return variable.values.reshape(*variable.shape[:2], size)
+    # Random, as evenly spaced ones may all be of one row of a matrix; the same in each call.
+    chosen = np.sort(np.random.default_rng(SEED).choice(size, most, replace=False))
+    places = zip(variable.dims[2:], np.unravel_index(chosen, shape), strict=True)
+    picked = variable.isel({dim: xr.DataArray(where, dims="coordinate") for dim, where in places})
+    return picked.transpose(*variable.dims[:2], "coordinate").values
+
+
+def has_group(data: Any, group: str) -> bool:
+    """Whether an export of either generation of ArviZ has a group."""
+    return group in (data.children if hasattr(data, "children") else data.groups())

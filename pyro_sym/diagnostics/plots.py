@@ -1,0 +1,209 @@
+"""Two plots that ArviZ doesn't have: an orbit before and after alignment, temperatures and their bands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyro_sym.diagnostics.convergence import Draws, has_group
+from pyro_sym.diagnostics.settings import kernel_temperature, unconstrained_sizes
+from pyro_sym.diagnostics.temperatures import KINDS, by_site
+from pyro_sym.export import dataset
+from pyro_sym.infer.temperature import kinetic_band
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_orbit", "plot_temperatures"]
+
+Coordinate = str | tuple[str, Mapping[str, Any]]
+"""A variable of one dim at most, or a variable with what to select of the others, by dim and label."""
+
+MOST_IN_LEGEND = 10
+COLOURS = {"kinetic": "C0", "configurational": "C1"}
+
+
+def plot_orbit(
+    data: Any,
+    x: Coordinate,
+    y: Coordinate | None = None,
+    *,
+    max_points: int = 2000,
+    axes: Any = None,
+) -> np.ndarray:
+    """Scatter two coordinates of each unit, before and after alignment.
+
+    With coordinates that have a dim of units, say two weights into each hidden unit, every unit is a point of
+    every draw, in a colour of its own: mixed in the raw draws, and one cloud a colour where alignment told
+    units apart. From the eleventh unit on colours repeat. Without such a dim every draw is one point, in the
+    colour of its chain, and the copies of a mode are clouds.
+
+    Args:
+        data: what :func:`~pyro_sym.from_pyro` returned, with a symmetry.
+        x: the horizontal coordinate: a variable with at most one dim, or a pair of its name and what to
+            select of its dims, ``("weight", {"weight_dim_0": 0})``.
+        y: the vertical one, with the same dim of units. By default, of a variable with a dim of units, the
+            first unit is shown against the second.
+        max_points: the most points in a panel; draws are thinned evenly.
+        axes: two matplotlib axes to draw on; by default those of a new figure.
+
+    Returns:
+        The two axes, raw and aligned.
+
+    Raises:
+        KeyError: if there is no such variable.
+        ValueError: if nothing was aligned, or a coordinate has more than one dim, or other units than the
+            other one.
+
+    Example:
+        >>> from pyro_sym.diagnostics import plot_orbit
+        >>> locs = torch.tensor([-3.0, 3.0]) + 0.1 * torch.randn(2, 50, 2)
+        >>> data = from_pyro({"locs": locs}, symmetry=Permutation({"locs": -1}))
+        >>> raw, aligned = plot_orbit(data, "locs")
+        >>> aligned.get_title()
+        'aligned'
+    """
+    import matplotlib.pyplot as plt
+
+    if not has_group(data, "posterior_aligned"):
+        raise ValueError("nothing was aligned: pass symmetry= to from_pyro")
+    if own := axes is None:
+        _, axes = plt.subplots(1, 2, figsize=(9, 4), sharex=True, sharey=True, layout="constrained")
+    axes = np.asarray(axes)
+    for ax, group, title in zip(axes, ("posterior", "posterior_aligned"), ("raw", "aligned"), strict=True):
+        (across, label_x), (up, label_y) = _pair(dataset(data, group), x, y)
+        points_by, what = _coloured(across, up)
+        for points_x, points_y, label in _thinned(points_by, max_points):
+            ax.scatter(points_x, points_y, s=8, alpha=0.5, linewidths=0, label=label)
+        ax.set(title=title, xlabel=label_x, ylabel=label_y)
+        if own:
+            ax.label_outer()
+    if len(points_by) <= MOST_IN_LEGEND:
+        # Beside the points: they may be anywhere.
+        axes[1].legend(title=what, loc="center left", bbox_to_anchor=(1.0, 0.5), markerscale=2, frameon=False)
+    return axes
+
+
+def plot_temperatures(
+    data: Any, *, temperature: float | None = None, probability: float = 0.99, ax: Axes | None = None
+) -> Axes:
+    r"""Temperatures of a run by site, each against the band of single draws.
+
+    A site has a line from the 5 % to the 95 % quantile of its draws, with their mean as a point, for the
+    kinetic and, below it, the configurational temperature. The grey box is :func:`~pyro_sym.kinetic_band`:
+    where the kinetic temperature of one draw should be, so lines of kinetic temperatures inside of it are
+    right. Of the configurational temperature only the mean should be :math:`T`, the dashed line.
+
+    Args:
+        data: what :func:`~pyro_sym.from_pyro` returned, of a run of one of this package's kernels.
+        temperature: :math:`T`; by default the kernel's, if it is constant.
+        probability: of the band.
+        ax: matplotlib axes to draw on; by default those of a new figure.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ValueError: if the run keeps no temperatures.
+
+    Example:
+        >>> from pyro_sym.diagnostics import plot_temperatures
+        >>> def model():
+        ...     pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        >>> mcmc = VectorizedMCMC(
+        ...     BAOA(model, step_size=0.5, friction=1.0), 50, num_chains=2, disable_progbar=True
+        ... )
+        >>> mcmc.run()
+        >>> ax = plot_temperatures(from_pyro(mcmc))
+        >>> [label.get_text() for label in ax.get_yticklabels()]
+        ['x (3)', 'all sites (3)']
+
+    References:
+        Wenzel et al. 2020, arXiv 2002.02405, appendix I.
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    draws = Draws.of(data, None, 1)
+    stats = draws.stats()
+    series = {} if stats is None else {kind: by_site(stats, kind) for kind in KINDS}
+    sites = list(dict.fromkeys(site for several in series.values() for site in several))
+    if not sites:
+        raise ValueError("the run keeps no temperatures; those of this package's kernels do")
+    target = temperature if temperature is not None else kernel_temperature(data)
+    sizes = unconstrained_sizes(data)
+    if ax is None:
+        _, ax = plt.subplots(figsize=(7, 1.2 + 0.5 * len(sites)), layout="constrained")
+    handles: list[Any] = []
+    for row, site in enumerate(sites):
+        if target is not None and site in sizes:
+            low, high = kinetic_band(target, sizes[site], probability)
+            ax.barh(row, high - low, left=low, height=0.8, color="0.88", zorder=0)
+    for kind, offset in (("kinetic", -0.17), ("configurational", 0.17)):
+        for row, site in enumerate(sites):
+            if site not in series[kind]:
+                continue
+            values = series[kind][site].values
+            ends = np.quantile(values, [0.05, 0.95])
+            ax.plot(ends, [row + offset] * 2, color=COLOURS[kind], linewidth=1.5)
+            (point,) = ax.plot(
+                values.mean(), row + offset, "o", color=COLOURS[kind], label=f"{kind}, mean and 90%"
+            )
+        if series[kind]:
+            handles.append(point)
+    if target is not None:
+        handles.append(ax.axvline(target, color="0.4", linestyle="--", linewidth=1, label=f"T = {target:g}"))
+        if sizes:
+            handles.append(Patch(color="0.88", label=f"{probability:.0%} of kinetic draws"))
+    ax.set_yticks(range(len(sites)), [f"{site} ({sizes[site]})" if site in sizes else site for site in sites])
+    ax.use_sticky_edges = False  # bands end inside of the axes
+    ax.set_ylim(len(sites) - 0.4, -0.6)  # the first site on top
+    ax.set_xlabel("temperature")
+    ax.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+    return ax
+
+
+def _pair(posterior: Any, x: Coordinate, y: Coordinate | None) -> tuple[Any, Any]:
+    """Draws of both coordinates, of shape ``(chain, draw)`` or ``(chain, draw, unit)``, with their labels."""
+    across, label = _coordinate(posterior, x)
+    if y is None:
+        if across.ndim < 3 or across.shape[2] < 2:
+            raise ValueError(f"{x!r} has no two units to show against each other; pass y")
+        labels = [f"{label}[{unit}]" for unit in across[across.dims[2]].values[:2]]
+        return (across[..., 0], labels[0]), (across[..., 1], labels[1])
+    up, other = _coordinate(posterior, y)
+    if across.shape != up.shape:
+        raise ValueError(f"{x!r} and {y!r} have shapes {across.shape} and {up.shape}; they must be alike")
+    return (across, label), (up, other)
+
+
+def _coordinate(posterior: Any, which: Coordinate) -> tuple[Any, str]:
+    name, selection = (which, {}) if isinstance(which, str) else which
+    if name not in posterior:
+        raise KeyError(f"the posterior has no variable {name!r}, but {list(posterior.data_vars)}")
+    values = posterior[name].sel(selection)
+    if values.ndim > 3:
+        raise ValueError(
+            f"{name!r} has dims {list(values.dims[2:])}; select all but the units', as in "
+            f"({name!r}, {{{values.dims[2]!r}: 0}})"
+        )
+    return values, f"{name}[{', '.join(map(str, selection.values()))}]" if selection else name
+
+
+def _coloured(across: Any, up: Any) -> tuple[list[tuple[Any, Any, str]], str]:
+    """Points in groups of one colour: the units, or the chains."""
+    axis = 2 if across.ndim == 3 else 0
+    dim = across.dims[axis]
+    groups = [
+        (across.isel({dim: i}).values.ravel(), up.values.take(i, axis).ravel(), str(label))
+        for i, label in enumerate(across[dim].values)
+    ]
+    return groups, "unit" if axis == 2 else "chain"
+
+
+def _thinned(groups: list[tuple[Any, Any, str]], most: int) -> list[tuple[Any, Any, str]]:
+    total = sum(len(x) for x, _, _ in groups)
+    step = max(1, -(-total // most))
+    return [(x[::step], y[::step], label) for x, y, label in groups]

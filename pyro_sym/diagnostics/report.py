@@ -1,0 +1,217 @@
+"""One report of a run: what mixed, what is a matter of labels only, how hot it was, how far it is off."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from pyro_sym.diagnostics.convergence import Draws, convergence
+from pyro_sym.diagnostics.distance import distance_to_copy, distance_to_mode
+from pyro_sym.diagnostics.labels import confidence, relabelling
+from pyro_sym.diagnostics.settings import function_names, kernel_temperature, unconstrained_sizes
+from pyro_sym.diagnostics.stein import SteinDiscrepancy
+from pyro_sym.diagnostics.temperatures import temperatures
+from pyro_sym.infer.autoguide import SymmetryGain
+from pyro_sym.symmetry.base import Symmetry
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Report", "report"]
+
+TITLES = {
+    "convergence": "Convergence: the worst coordinate of each variable, raw | aligned",
+    "temperatures": "Temperatures by site, each mean with the band it should be in (! if it is not)",
+    "relabelling": "Relabelling: what alignment did to the draws",
+    "confidence": "Confidence of the alignment",
+    "distance": "Distance to the nearest equivalent mode",
+    "gain": "Gain of symmetrising the guide, in nats",
+    "discrepancy": "Kernel Stein discrepancy, squared",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Tables of a run, one beside the other; ``print`` shows them, and so does a notebook.
+
+    Attributes:
+        convergence: by variable, its ``kind`` (``site`` or ``function``), number of coordinates (``size``)
+            and how many were ``looked_at``; over these the largest ``r_hat`` and its median, and the smallest
+            ``ess_bulk`` and ``ess_tail``, each of the raw draws and, with the ending ``_aligned``, of the
+            aligned ones.
+        temperatures: by site, the ``target``, the mean of ``kinetic`` and ``configurational`` temperature
+            over draws, the band of each (``_low``, ``_high``) and whether it is ``_inside``.
+        relabelling: by part of the group, the share of draws that were ``moved``, the number of ``distinct``
+            elements, and the number of ``switches`` between successive draws of a chain.
+        confidence: of the alignment: mean, 5 % quantile and minimum over draws.
+        distance: from draws to the nearest copy of the mode (median and largest), and from the mode to the
+            nearest of its own copies.
+        gain: a :class:`~pyro_sym.SymmetryGain` as a row.
+        discrepancy: a :class:`SteinDiscrepancy` as a row.
+        notes: what was left out, and what the figures can't say here.
+    """
+
+    convergence: pd.DataFrame
+    temperatures: pd.DataFrame | None
+    relabelling: pd.DataFrame | None
+    confidence: pd.DataFrame | None
+    distance: pd.DataFrame | None
+    gain: pd.DataFrame | None
+    discrepancy: pd.DataFrame | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """The tables that there are, by name."""
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name in TITLES}
+        return {name: table for name, table in found.items() if table is not None}
+
+    def __str__(self) -> str:
+        parts = [f"{TITLES[name]}\n{_shown(table).to_string()}" for name, table in self.tables.items()]
+        return "\n\n".join([*parts, *(f"* {note}" for note in self.notes)])
+
+    def _repr_html_(self) -> str:
+        parts = [f"<h4>{TITLES[name]}</h4>{_shown(table).to_html()}" for name, table in self.tables.items()]
+        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
+        return "".join(parts) + (f"<ul>{notes}</ul>" if notes else "")
+
+
+def report(
+    data: Any,
+    *,
+    var_names: Collection[str] | None = None,
+    max_coordinates: int | None = 100,
+    temperature: float | None = None,
+    probability: float = 0.99,
+    symmetry: Symmetry | None = None,
+    mode: Mapping[str, Tensor] | None = None,
+    gain: SymmetryGain | None = None,
+    discrepancy: SteinDiscrepancy | None = None,
+) -> Report:
+    r"""Put side by side what there is to say of an exported run.
+
+    * **Convergence** of raw draws, aligned draws, and functions of them. Chains at different copies of one
+      mode have a large raw R-hat, and R-hats of aligned draws and of functions near 1: they differ in their
+      labels only. If those are large too, the chains disagree. And a raw R-hat near 1 may mean that all
+      chains switch labels alike; then means and standard deviations of raw draws are of no one thing.
+    * **Temperatures**, for this package's kernels: the kinetic one in the :math:`\chi^2` band of
+      :func:`~pyro_sym.kinetic_band`, of as many draws as the chain is worth; the configurational one within
+      normal bounds around the target. See :mod:`pyro_sym.infer.temperature` for what each can see. Of a
+      hundred sites one falls outside of its band of 99 % by chance.
+    * **Labels**: how often draws were moved, and how sure that was.
+    * **Distance**, with a symmetry, from the draws to the nearest copy of the mode, beside the distance of
+      the mode to its own nearest copy (:func:`distance_to_mode`, :func:`distance_to_copy`).
+    * **Gain** and **discrepancy**, if they are given.
+
+    A coordinate costs milliseconds, and a network has millions: beyond ``max_coordinates`` a fixed random
+    subset is looked at, and ``looked_at`` says so. Chains with draws that aren't finite are left out.
+
+    For plots take ArviZ's own, of either group: ``az.plot_trace(dataset(data, "posterior_aligned"))``;
+    :func:`plot_orbit` and :func:`plot_temperatures` are what it doesn't have.
+
+    Args:
+        data: what :func:`~pyro_sym.from_pyro` or :func:`~pyro_sym.from_pyro_svi` returned.
+        var_names: the variables to look at; by default all of ``posterior``.
+        max_coordinates: the most coordinates of one variable; ``None`` for all.
+        temperature: the target; by default that of the kernel, if it is constant.
+        probability: of the bands.
+        symmetry: modulo what distances are taken.
+        mode: the mode, constrained values by site; by default the mean of the aligned draws.
+        gain: from :meth:`~pyro_sym.AutoSymmetrized.symmetry_gain`.
+        discrepancy: from :func:`kernel_stein_discrepancy`.
+
+    Returns:
+        Tables as ``pandas.DataFrame`` s, and notes.
+
+    Raises:
+        KeyError: if a variable is not in the posterior.
+        ValueError: if no chain is finite, there is no variable to look at, no mode to measure from, or
+            ``max_coordinates`` is not positive.
+
+    Example:
+        >>> from pyro_sym.diagnostics import report
+        >>> locs = torch.tensor([-3.0, 3.0]) + 0.1 * torch.randn(2, 50, 2)
+        >>> locs[1] = locs[1].flip(-1)  # the second chain has the labels the other way round
+        >>> symmetry = Permutation({"locs": -1})
+        >>> total = {"total": lambda draw: draw["locs"].sum()}
+        >>> data = from_pyro({"locs": locs}, symmetry=symmetry, functions=total)
+        >>> table = report(data, symmetry=symmetry).convergence
+        >>> (table["r_hat"] > 1.1).to_dict(), (table["r_hat_aligned"] > 1.1).to_dict()
+        ({'locs': True, 'total': False}, {'locs': False, 'total': False})
+
+    References:
+        Vehtari, Gelman, Simpson, Carpenter and Bürkner (2021), "Rank-normalization, folding, and
+        localization: an improved R-hat".
+    """
+    if max_coordinates is not None and max_coordinates < 1:
+        raise ValueError(f"max_coordinates={max_coordinates} must be positive")
+    draws = Draws.of(data, var_names, max_coordinates)
+    target = temperature if temperature is not None else kernel_temperature(data)
+    tables = {
+        "convergence": convergence(draws, function_names(data)),
+        "temperatures": temperatures(draws, target, unconstrained_sizes(data), probability),
+        "relabelling": relabelling(draws),
+        "confidence": confidence(draws),
+        "distance": None if symmetry is None else _distance(draws, symmetry, mode),
+        "gain": _row("gain", gain),
+        "discrepancy": _row("discrepancy", discrepancy),
+    }
+    notes = list(draws.notes)
+    if tables["temperatures"] is not None and target is None:
+        notes.append("the kernel's temperature is no constant; pass temperature= to have bands")
+    return Report(**tables, notes=tuple(notes))
+
+
+def _distance(draws: Draws, symmetry: Symmetry, mode: Mapping[str, Tensor] | None) -> pd.DataFrame:
+    import pandas as pd
+
+    samples = {site: draws.tensor("posterior", site) for site in symmetry.sites}
+    if mode is None:
+        if draws.aligned is None:
+            raise ValueError("there are no aligned draws to take a mode from; pass mode=")
+        mode = {
+            site: draws.tensor("posterior_aligned", site).double().mean((0, 1)) for site in symmetry.sites
+        }
+    distances = distance_to_mode(samples, mode, symmetry, group_by_chain=True)
+    row = {
+        "median": float(distances.quantile(0.5)),
+        "largest": float(distances.max()),
+        "mode_to_copy": distance_to_copy(mode, symmetry),
+    }
+    return pd.DataFrame([row], index=["distance"])
+
+
+def _row(name: str, result: Any) -> pd.DataFrame | None:
+    """A named tuple as a table of one row."""
+    import pandas as pd
+
+    return None if result is None else pd.DataFrame([result._asdict()], index=[name])
+
+
+def _shown(table: pd.DataFrame) -> pd.DataFrame:
+    """For the eye: three digits, what belongs together in one column, and no columns that say nothing."""
+    import pandas as pd
+
+    columns = list(table.dropna(axis=1, how="all"))
+    text = {column: table[column].map(_digits) for column in columns}
+    shown: dict[str, pd.Series] = {}
+    for column in columns:
+        if column.endswith(("_aligned", "_low", "_high", "_inside")):
+            continue
+        shown[column] = text[column]
+        if f"{column}_aligned" in text:
+            shown[f"{column}, aligned"] = text[column] + " | " + text[f"{column}_aligned"]
+            del shown[column]
+        if f"{column}_low" in text:
+            outside = table[f"{column}_inside"].map({True: "", False: " !"}).fillna("")
+            band = " in [" + text[f"{column}_low"] + ", " + text[f"{column}_high"] + "]"
+            shown[column] = text[column] + band + outside
+    return pd.DataFrame(shown)
+
+
+def _digits(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
