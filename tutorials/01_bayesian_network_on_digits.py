@@ -1,19 +1,20 @@
 # %% [markdown]
 # # A Bayesian network on digits, from its symmetries to its diagnostics
 #
-# Number the hidden units of a network in another order, and it computes the same function; with `tanh` units, flip
-# the signs of all weights into and out of one, and it does so again. So the posterior of a small network has more
-# copies of each mode than there are atoms on earth. That does no harm to predictions. It does harm to what we say
-# *about* the posterior: to the ELBO, and to any diagnostic that looks at weights.
+# Number the hidden units of a network in another order, and it computes the same function; with `tanh`
+# units, flip the signs of all weights into and out of one, and it does so again. So the posterior of
+# the small network below has 10⁴⁵ copies of each mode. That does no harm to predictions. It does harm to
+# what we say *about* the posterior: to the ELBO, and to any diagnostic that looks at weights.
 #
 # This tutorial takes one network on the 1,797 digits of scikit-learn through all parts of the package. It
 #
 # 1. finds the symmetries of a PyTorch module, and turns the module into a Pyro model that has them;
 # 2. fits a mean-field guide, averages it over the group, and says what that is worth, in nats;
-# 3. runs one sampler at two temperatures: at T = 0 it is SGD, and a few runs are a deep ensemble; at T = 1 it draws
-#    from the posterior;
+# 3. runs one sampler at two temperatures: at T = 0 it is SGD, and a few runs are a deep ensemble; at T = 1
+#    it draws from the posterior;
 # 4. splits predictive uncertainty into what the digits leave open and what the weights do;
-# 5. asks whether the chains agree: about the weights, about the weights up to symmetry, and about the function;
+# 5. asks whether the chains agree: about the weights, about the weights up to symmetry, and about the
+#    function;
 # 6. checks its own claims.
 #
 # Run it with `python tutorials/01_bayesian_network_on_digits.py`, or in less time with `--small`; it leaves
@@ -55,7 +56,8 @@ OUT.mkdir(exist_ok=True)
 
 # %% [markdown]
 # ## The digits
-# Images of 8 × 8 pixels, centred pixel by pixel. 400 of them are kept for testing, in equal parts of each class.
+# Images of 8 × 8 pixels, centred pixel by pixel. 400 of them are kept for testing, in equal parts of each
+# class.
 
 # %%
 digits = load_digits()
@@ -72,8 +74,9 @@ N = len(x)
 
 # %% [markdown]
 # ## The network and its symmetries
-# Any `torch.nn.Module` will do; this one is trained for a moment in the usual way, to start from later. `symmetry_of` reads the permutations and sign flips off the graph that
-# `torch.export` makes of it, and verifies each on a copy of the network.
+# Any `torch.nn.Module` will do; this one is trained for a moment in the usual way, to start from later.
+# `symmetry_of` reads the permutations and sign flips off the graph that `torch.export` makes of it, and
+# verifies each on a copy of the network.
 
 # %%
 net = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
@@ -88,16 +91,18 @@ symmetry = ps.symmetry_of(net, x[:2])
 print(symmetry)
 
 # %% [markdown]
-# The table says: permute the rows of the first layer's weights, its biases, and the columns of the second layer's
-# weights, all by the same permutation; or flip their signs, all with the same signs. That makes 32! · 2³² elements.
+# The table says: permute the rows of the first layer's weights, its biases, and the columns of the second
+# layer's weights, all by the same permutation; or flip their signs, all with the same signs. That makes 32!
+# · 2³² elements.
 #
 # ## The model
-# A prior for every parameter and a likelihood of the output make the network a Pyro model. Its sites are the
-# parameters' own names. With `batch_size` the model takes all the data, and draws minibatches in its own plate.
+# A prior for every parameter and a likelihood of the output make the network a Pyro model. Its sites are
+# the parameters' own names. With `batch_size` the model takes all the data, and draws minibatches in its
+# own plate.
 #
-# The network's symmetry is the *model's* only if the prior keeps it: units have to be exchangeable, and symmetric
-# about zero for the flips. A prior that depends on the number of inputs does; one that treats the first unit
-# differently does not, and the check says so.
+# The network's symmetry is the *model's* only if the prior keeps it: units have to be exchangeable, and
+# symmetric about zero for the flips. A prior that depends on the number of inputs does; one that treats the
+# first unit differently does not, and the check says so.
 
 # %%
 prior = LayerwisePrior({"0": FanInPrior(3.0), "2": FanInPrior(6.0)})  # standard deviations 3/√64 and 6/√32
@@ -115,9 +120,10 @@ except ps.SymmetryError as error:
 
 # %% [markdown]
 # ## A symmetrised guide
-# A mean-field guide fits one copy of a mode. Averaged over the group, it has all of them, and its ELBO is higher by
-# what the copies are worth: log |G| if they don't overlap. The average has 10⁴⁵ terms, but the estimator looks only
-# for those that matter, and where units lie far apart, it is known without computing anything.
+# A mean-field guide fits one copy of a mode. Averaged over the group, it has all of them, and its ELBO is
+# higher by what the copies are worth: log |G| if they don't overlap. The average has 10⁴⁵ terms, but the
+# estimator looks only for those that matter, and where units lie far apart, it is known without computing
+# anything.
 #
 # Like any guide it plugs into `SVI`. It starts at the weights of the network.
 
@@ -140,13 +146,14 @@ print(f"ELBO, the guide inside           {plain_elbo:9.2f}")
 print(f"ELBO, averaged over the group    {symmetrised_elbo:9.2f}")
 
 # %% [markdown]
-# The gain falls a little short of log |G| where a unit is hardly used: its weights stay near the prior, which is
-# symmetric already, so that its copies overlap and are counted for what they add and not twice.
+# The gain falls a little short of log |G| where a unit is hardly used: its weights stay near the prior,
+# which is symmetric already, so that its copies overlap and are counted for what they add and not twice.
 #
 # ## One sampler, two temperatures
-# `BAOA.from_sgd` takes the numbers of an optimiser. At T = 0 the chain *is* SGD with momentum on the log joint, and a
-# handful of runs is a deep ensemble. At T = 1 noise enters with just the variance that makes it a sampler of the
-# posterior. Each chain starts at its own draw of the prior, and all of them run side by side in one process.
+# `BAOA.from_sgd` takes the numbers of an optimiser. At T = 0 the chain *is* SGD with momentum on the log
+# joint, and a handful of runs is a deep ensemble. At T = 1 noise enters with just the variance that makes
+# it a sampler of the posterior. Each chain starts at its own draw of the prior, and all of them run side by
+# side in one process.
 
 # %%
 sgd = {"lr": 0.2, "momentum": 0.9, "num_data": N, "init_strategy": init_to_sample}
@@ -166,9 +173,9 @@ mcmc.run(x, y)
 
 # %% [markdown]
 # ## Predictions
-# `predict` runs the network for all draws at once. The predictive distribution is the average over draws; its entropy
-# has two parts. *Aleatoric* is what would be left if the weights were known: a digit drawn so badly that nobody can
-# tell. *Epistemic* is the draws' disagreement, which more data would remove.
+# `predict` runs the network for all draws at once. The predictive distribution is the average over draws;
+# its entropy has two parts. *Aleatoric* is what would be left if the weights were known: a digit drawn so
+# badly that nobody can tell. *Epistemic* is the draws' disagreement, which more data would remove.
 
 # %%
 predictions = {
@@ -192,8 +199,9 @@ for name, prediction in predictions.items():
     )
 
 # %% [markdown]
-# Now for inputs that the network was not trained for: the same digits turned by a quarter, and with their pixels
-# shuffled, one order for all. Whoever knows what he doesn't know is in more doubt there, and the doubt is epistemic.
+# Now for inputs that the network was not trained for: the same digits turned by a quarter, and with their
+# pixels shuffled, one order for all. Whoever knows what he doesn't know is in more doubt there, and the
+# doubt is epistemic.
 
 # %%
 quarter = test_x.reshape(-1, 8, 8).rot90(1, (1, 2)).reshape(-1, 64)
@@ -214,9 +222,10 @@ for who in draws:
 # R-hat compares the spread within chains with that between them. It can be asked
 #
 # * of the **raw** weights: of no meaning, as each chain has numbered its units in its own way;
-# * of the **aligned** weights: every draw moved to the same numbering and signs. What is left are chains that differ in
-#   more than labels;
-# * of the **function**: log probabilities at test digits, which no symmetry changes. This is what predictions rest on.
+# * of the **aligned** weights: every draw moved to the same numbering and signs. What is left are chains
+#   that differ in more than labels;
+# * of the **function**: log probabilities at test digits, which no symmetry changes. This is what
+#   predictions rest on.
 #
 # `from_pyro` exports raw and aligned draws side by side.
 
@@ -251,9 +260,10 @@ for name, values in r_hat.items():
 print(f"{'kinetic temperature':<20}{float(temperature.mean()):>10.3f} (target 1)")
 
 # %% [markdown]
-# Alignment takes away the labels, and most of what held R-hat up. It does not take away everything, and should not: the
-# chains are few and short, and a network has modes that differ in more than labels, although they say nearly the same of
-# the digits. That is what the last line shows, and why a network is best judged by its function.
+# Alignment takes away the labels, and most of what held R-hat up. It does not take away everything, and
+# should not: the chains are few and short, and a network has modes that differ in more than labels,
+# although they say nearly the same of the digits. That is what the last line shows, and why a network is
+# best judged by its function.
 
 # %%
 figure, (before, after, all_) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
@@ -281,7 +291,9 @@ panels = left.subplots(1, 2, sharex=True, sharey=True)
 bins = np.linspace(0, 2, 41)
 for panel, who in zip(panels, draws, strict=True):
     for what in inputs:
-        panel.hist(entropies[who, what].epistemic, bins, density=True, alpha=0.6, label=what)
+        panel.hist(
+            entropies[who, what].epistemic, bins, density=True, histtype="step", linewidth=1.6, label=what
+        )
     panel.set(yscale="log", xlabel="epistemic uncertainty, nats", title=who)
 panels[0].set_ylabel("density of inputs")
 panels[1].legend()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import pyro
 import torch
 from pyro.infer.autoguide.initialization import InitMessenger
+from pyro.nn import PyroModule
 from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.messenger import _bound_partial, _context_wrap
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from pyro_sym.errors import SymmetryError
@@ -63,9 +66,9 @@ def check_symmetry(model: Callable[..., Any], symmetry: Symmetry, *args: Any, **
     model = unblocked(model)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
-            with _default_dtype(torch.float64):
+            with _default_dtype(torch.float64), _own_params():
                 double = partial(tree_map, _to_double)
-                _check(Program(model, double(args), double(kwargs)), symmetry, torch.float64)
+                _check(Program(_in_double(model), double(args), double(kwargs)), symmetry, torch.float64)
             return
         except RuntimeError as error:
             if "dtype" not in str(error) and "scalar type" not in str(error):
@@ -86,7 +89,7 @@ def _check(program: Program, symmetry: Symmetry, dtype: torch.dtype) -> None:
             _compare(program, symmetry, values, indices, element, name, dtype)
         for _ in range(NUM_RANDOM_ELEMENTS):
             try:
-                name = f"a random element of {symmetry}"
+                name = f"a random element of {symmetry!r}"
                 _compare(program, symmetry, values, indices, symmetry.sample(values), name, dtype)
             except SymmetryError:
                 for name, element in rest:  # a generator says more than a random element
@@ -162,6 +165,18 @@ def unblocked(model: Callable[..., Any]) -> Callable[..., Any]:
     for messenger in reversed(kept):
         fn = messenger(fn)
     return fn
+
+
+def _in_double(model: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a module in double precision. A ``PyroModule`` has its parameters in the store, and stays."""
+    plain = isinstance(model, nn.Module) and not isinstance(model, PyroModule)
+    return copy.deepcopy(model).double() if plain else model
+
+
+def _own_params() -> Any:
+    """Keep parameters that are made here out of the user's store."""
+    store = pyro.get_param_store()
+    return store.scope(store.get_state())
 
 
 def _to_double(leaf: Any) -> Any:
