@@ -47,7 +47,7 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def tutorials(session: nox.Session) -> None:
-    """Run the tutorials after the quickstart in little time; with ``-- --full``, at the size that they report."""
+    """Run the other tutorials at a small size; with ``-- --full``, at the size that they report."""
     install(session, extras="[quickstart]")
     size = [] if "--full" in session.posargs else ["--small"]
     for script in sorted(Path("tutorials").glob("[0-9][0-9]_*.py")):
