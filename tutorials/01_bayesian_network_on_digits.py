@@ -46,7 +46,7 @@ import pyro_sym as ps
 from pyro_sym.nn import Categorical, FanInPrior, IIDPrior, LayerwisePrior, Prediction
 
 SMALL = "--small" in sys.argv  # a smoke run: shorter chains, and fewer of them
-SVI_STEPS, CHAINS, WARMUP, DRAWS = (300, 3, 30, 40) if SMALL else (1000, 6, 100, 100)
+SVI_STEPS, CHAINS, WARMUP, DRAWS = (300, 3, 30, 40) if SMALL else (1000, 4, 100, 100)
 THINNING = 20  # steps a draw
 
 pyro.set_rng_seed(1)
@@ -205,8 +205,8 @@ for name, prediction in predictions.items():
 # %% [markdown]
 # One draw of the posterior is a poor classifier, and their average a good one: a draw is no estimate, but a
 # set of weights that the data allow. The colder ensemble has the lower log loss, as often in networks with
-# priors as vague as these (Wenzel et al. 2020 call it the cold posterior effect). But its members agree, right
-# or wrong: there is next to no epistemic uncertainty in it.
+# priors as vague as these (Wenzel et al. 2020 call it the cold posterior effect). But its members agree,
+# right or wrong: there is next to no epistemic uncertainty in it.
 #
 # Now for inputs that the network was not trained for: the same digits turned by a quarter, and with their
 # pixels shuffled, one order for all. Whoever knows what he doesn't know is in more doubt there, and the
