@@ -277,8 +277,8 @@ print(f"{'kinetic temperature':<20}{float(temperature.mean()):>10.3f} (target 1)
 
 # %%
 figure, (before, after, all_) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-weights = ps.dataset(idata, "posterior")["2.weight"]
-worst = np.unravel_index(az.rhat(weights)["2.weight"].values.argmax(), weights.shape[2:])
+of_weights = az.rhat(ps.dataset(idata, "posterior")[["2.weight"]])["2.weight"].values
+worst = np.unravel_index(of_weights.argmax(), of_weights.shape)
 for panel, group in ((before, "posterior"), (after, "posterior_aligned")):
     for chain, trace in enumerate(ps.dataset(idata, group)["2.weight"].values[(..., *worst)]):
         panel.plot(np.arange(DRAWS) + chain * DRAWS, trace, linewidth=0.8)
