@@ -270,10 +270,10 @@ for name, values in r_hat.items():
 print(f"{'kinetic temperature':<20}{float(temperature.mean()):>10.3f} (target 1)")
 
 # %% [markdown]
-# Alignment takes away the labels, and most of what held R-hat up. It does not take away everything, and
-# should not: the chains are few and short, and a network has modes that differ in more than labels,
-# although they say nearly the same of the digits. That is what the last line shows, and why a network is
-# best judged by its function.
+# Alignment takes away the labels, and much of what held R-hat up. It does not take away everything, and
+# should not: the chains are few and short, and a network has modes that differ in more than labels, although
+# they say nearly the same of the digits. That is what the row of the function shows, and why a network is
+# best judged by its function. Here it says that the chains nearly agree; before you publish, run them longer.
 
 # %%
 figure, (before, after, all_) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
@@ -290,7 +290,9 @@ before.set_ylabel("the weight with the largest raw R-hat")
 after.set_title("the same place, aligned")
 for name, values in r_hat.items():
     all_.plot(np.sort(values), np.linspace(0, 1, len(values)), label=name)
-all_.set(xlim=(0.98, 2.5), xlabel="R-hat", ylabel="share of coordinates below", title="R-hat of all")
+all_.set(
+    xlim=(0.98, 2.5), xlabel="R-hat", ylabel="share of coordinates below", title="R-hat of all coordinates"
+)
 all_.legend(loc="lower right")
 figure.savefig(OUT / "diagnostics.png", dpi=150)
 
@@ -302,7 +304,12 @@ bins = np.linspace(0, 2, 41)
 for panel, who in zip(panels, draws, strict=True):
     for what in inputs:
         panel.hist(
-            entropies[who, what].epistemic, bins, density=True, histtype="step", linewidth=1.6, label=what
+            entropies[who, what].epistemic.numpy(),
+            bins,
+            density=True,
+            histtype="step",
+            linewidth=1.6,
+            label=what,
         )
     panel.set(yscale="log", xlabel="epistemic uncertainty, nats", title=who)
 panels[0].set_ylabel("density of inputs")
@@ -312,7 +319,7 @@ sampled = predictions["posterior, T = 1"]
 doubtful = sampled.entropy.total.argsort(descending=True)[:8]
 right.suptitle("The most doubtful test digits, T = 1")
 for panel, index in zip(right.subplots(2, 4).flat, doubtful.tolist(), strict=True):
-    panel.imshow((test_x[index] * scale + centre).reshape(8, 8), cmap="gray_r")
+    panel.imshow((test_x[index] * scale + centre).reshape(8, 8).numpy(), cmap="gray_r")
     (first, second), classes = sampled.probs[index].topk(2)
     panel.set_title(f"{classes[0]}: {first:.0%}\n{classes[1]}: {second:.0%}", fontsize=9)
     panel.set_xlabel(f"is {test_y[index]}", fontsize=9)
