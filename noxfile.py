@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import nox
 
@@ -42,6 +43,16 @@ def quickstart(session: nox.Session) -> None:
     """Run the quickstart: a mixture on real data, from a Pyro model to an ArviZ report in quickstart/."""
     install(session, extras="[quickstart]")
     session.run("python", "tutorials/00_quickstart.py", *session.posargs)
+
+
+@nox.session(default=False)
+def tutorials(session: nox.Session) -> None:
+    """Run the other tutorials at a small size; with ``-- --full``, at the size that they report."""
+    install(session, extras="[quickstart]")
+    size = [] if "--full" in session.posargs else ["--small"]
+    for script in sorted(Path("tutorials").glob("[0-9][0-9]_*.py")):
+        if script.name != "00_quickstart.py":
+            session.run("python", str(script), *size)
 
 
 @nox.session(python=PYTHONS)

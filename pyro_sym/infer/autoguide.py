@@ -400,7 +400,7 @@ class AutoSymmetrized(AutoGuide):
         for name, site in captured.sites.items():
             if site.local and name in self.symmetry.sites:
                 raise SymmetryError(
-                    f"{self.symmetry} moves site {name!r}, which lies in a subsampled plate, where a "
+                    f"{self.symmetry!r} moves site {name!r}, which lies in a subsampled plate, where a "
                     "minibatch does not show all that is moved; move only sites outside of subsampled plates"
                 )
             if not site.local and not site.fn.has_rsample:
@@ -443,7 +443,7 @@ class AutoSymmetrized(AutoGuide):
             check_symmetry(self.model, self.symmetry, *args, **kwargs)
             return
         warnings.warn(
-            f"{self.symmetry} is not checked, for the guide does not carry its model; pass model= to "
+            f"{self.symmetry!r} is not checked, for the guide does not carry its model; pass model= to "
             "AutoSymmetrized",
             stacklevel=4,
         )

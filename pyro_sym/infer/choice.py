@@ -73,15 +73,15 @@ def choose(
             return Enumeration(guide, symmetry, "exact")
         if estimator == "exact":
             raise SymmetryError(
-                f"estimator='exact' would enumerate the exp({log_order:.1f}) elements of {symmetry}, "
+                f"estimator='exact' would enumerate the exp({log_order:.1f}) elements of {symmetry!r}, "
                 f"more than {MAX_EXACT:,}; use estimator='importance' or 'uniform'"
             )
     if group is None or coupling is None:
         if estimator == "auto":
             return Uniform(guide, symmetry, "uniform")
         raise SymmetryError(
-            f"estimator='importance' draws permutations and sign flips, and {symmetry} is not made of them; "
-            "use estimator='uniform'"
+            f"estimator='importance' draws permutations and sign flips, and {symmetry!r} is not made of "
+            "them; use estimator='uniform'"
         )
     if units:
         return OneBlock(guide, symmetry, "importance", units)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import pyro.distributions as dist
+from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Tensor, nn
 from torch.distributions import Distribution, Transform, constraints
 from torch.distributions.transforms import _InverseTransform
@@ -157,13 +158,18 @@ def fitted(prior: Any, name: str, parameter: Tensor) -> Any:
     """A prior as one event of the parameter's shape, dtype and device.
 
     Raises:
-        TypeError: if it is no distribution.
+        TypeError: if it is no distribution of Pyro's.
         ValueError: if its shape doesn't broadcast to the parameter's.
     """
     if not isinstance(prior, Distribution):
         raise TypeError(
             f"the prior of parameter {name!r} is {prior!r}; let the function of (name, parameter, module) "
             "return a distribution, or None to leave the parameter deterministic"
+        )
+    if not isinstance(prior, TorchDistributionMixin):
+        raise TypeError(
+            f"the prior of parameter {name!r} is {prior!r} of {type(prior).__module__}; pass Pyro's, "
+            f"pyro.distributions.{type(prior).__name__}"
         )
     given: Any = moved(prior, parameter)
     if given.support.is_discrete:

@@ -148,7 +148,8 @@ def align(
     flat = flatten(symmetry)
     if flat is None:
         raise SymmetryError(
-            f"align works modulo Permutation, SignFlip and products and views of them, not modulo {symmetry}"
+            "align works modulo Permutation, SignFlip and products and views of them, not modulo "
+            f"{symmetry!r}"
         )
     if not flat.members:
         return Alignment(dict(samples), symmetry.identity({}), torch.zeros(1, dtype=torch.float64), True)
@@ -223,7 +224,7 @@ def _checked(
     for site in symmetry.sites:
         if site not in reference:
             raise ValueError(
-                f"the reference has no site {site!r}, which {symmetry} moves; give a value for it"
+                f"the reference has no site {site!r}, which {symmetry!r} moves; give a value for it"
             )
         shape, expected = tuple(reference[site].shape), tuple(samples[site].shape[batch_ndim:])
         if shape != expected:

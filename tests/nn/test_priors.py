@@ -138,6 +138,11 @@ def test_selectors_of_other_types_are_refused() -> None:
     ("prior", "error", "message"),
     [
         (lambda *_: 1.0, TypeError, r"prior of parameter '0.weight' is 1.0"),
+        (
+            lambda *_: torch.distributions.Normal(0.0, 1.0),
+            TypeError,
+            r"pass Pyro's, pyro.distributions.Normal",
+        ),
         (lambda *_: dist.Normal(torch.zeros(7), 1.0), ValueError, r"shape \(7,\), which doesn't broadcast"),
         (lambda *_: dist.MultivariateNormal(torch.zeros(3), torch.eye(3)), ValueError, "'0.bias' has shape"),
         (lambda *_: dist.Bernoulli(0.5), ValueError, "is discrete"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pyro
@@ -13,7 +14,17 @@ from pyro.infer import config_enumerate
 from pyro.nn import PyroModule, PyroSample
 from torch import Tensor, nn
 
-from pyro_sym import Permutation, Product, SignFlip, Symmetry, SymmetryError, check_symmetry
+from pyro_sym import (
+    BayesianModule,
+    Permutation,
+    Product,
+    SignFlip,
+    Symmetry,
+    SymmetryError,
+    check_symmetry,
+    symmetry_of,
+)
+from pyro_sym.nn import Categorical, IIDPrior, LayerwisePrior
 
 Y = torch.tensor([-1.0, 0.5, 2.0, 3.0])
 MIXTURE = Permutation({"locs": -1, "weights": -1})
@@ -149,6 +160,35 @@ def test_a_model_in_single_precision_is_checked_in_its_own_precision() -> None:
         lambda: pyro.sample("w", dist.Normal(design.sum(), 1.0).expand([3]).to_event(1)),
         Permutation({"w": -1}),
     )
+
+
+def test_a_module_is_checked_in_double_precision_and_left_as_it_is() -> None:
+    """In single precision, a break of a tenth of a nat would be lost among the thousands of the log joint."""
+    x, y = torch.randn(20_000, 3), torch.randint(2, (20_000,))
+    net: Any = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    uneven = torch.tensor([1.0, 1.0, 1.0, 1.05])
+    normal = IIDPrior(dist.Normal(0.0, 1.0))
+    symmetry = symmetry_of(net, x[:2])
+    for scale, wrong in ((torch.ones(4), False), (uneven, True)):
+        prior = LayerwisePrior({"0.bias": IIDPrior(dist.Normal(0.0, scale))}, default=normal)
+        model = BayesianModule(net, prior, Categorical(), hide="2.bias", hidden="param")
+        with pytest.raises(SymmetryError, match=r"'0\.bias' by") if wrong else nullcontext():
+            check_symmetry(model, symmetry, x, y)
+        assert model.net.get_parameter("0.weight").dtype == torch.float32
+        assert not pyro.get_param_store().keys()
+
+
+def test_an_error_names_a_network_symmetry_in_one_line() -> None:
+    net = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2))
+    prior = LayerwisePrior(
+        {"0.bias": IIDPrior(dist.Normal(0.0, torch.linspace(0.1, 1.0, 40)))},
+        default=IIDPrior(dist.Normal(0.0, 1.0)),
+    )
+    model = BayesianModule(net, prior, Categorical())
+    x, y = torch.randn(5, 3), torch.randint(2, (5,))
+    with pytest.raises(SymmetryError) as raised:
+        check_symmetry(model, symmetry_of(net, x), x, y)
+    assert "\n" not in str(raised.value)
 
 
 def test_a_random_log_joint_is_refused() -> None:
