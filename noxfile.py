@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -59,7 +60,9 @@ def tutorials(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests on each supported Python that is here: ArviZ 0.23 on 3.11, ArviZ 1.x from 3.12 on."""
     install(session, "test", extras="[plots]")
-    session.run("pytest", *session.posargs)
+    # A few workers, each with one thread; with "-- -n 0" there are none.
+    workers = str(min(4, os.cpu_count() or 1))
+    session.run("pytest", "-n", workers, "--dist", "worksteal", *session.posargs)
 
 
 @nox.session(default=False)
