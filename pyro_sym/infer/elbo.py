@@ -1,0 +1,489 @@
+"""An ELBO and its gradient by a graph of model and guide, recorded once."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.infer import ELBO, Trace_ELBO
+from pyro.poutine.block_messenger import BlockMessenger
+from pyro.poutine.runtime import _PYRO_STACK, am_i_wrapped, effectful
+from pyro.poutine.trace_messenger import TraceMessenger
+from pyro.util import warn_if_nan
+from torch import Tensor, fx
+from torch.autograd.function import once_differentiable
+from torch.distributions import constraints, transform_to
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from pyro_sym.infer.algebra import fewer_passes
+from pyro_sym.infer.gradient import _relative_error, _tolerance, _unvalidated
+from pyro_sym.infer.graph import (
+    Function,
+    UntraceableError,
+    changes_tensors,
+    refuse_side_effects,
+    simplify,
+    straight_line,
+    trace,
+)
+
+__all__ = ["RecordedELBO"]
+
+Run = Callable[..., Any]
+
+
+class RecordedELBO(ELBO):
+    r"""A Pyro ELBO whose loss and gradient are recorded once, and then computed without Pyro.
+
+    It takes the place of the ELBO that it is given, in :class:`~pyro.infer.SVI` and elsewhere, and computes
+    the same unbiased estimates, from the same random numbers,
+
+    .. math::
+
+        \widehat{\mathcal L}(\phi, \epsilon) \quad \text{and} \quad
+        \nabla_\phi \widehat{\mathcal L}(\phi, \epsilon), \qquad \epsilon \sim \text{noise anew in each step},
+
+    without running model and guide in each step. The first call with arguments of given shapes is that of
+    the ELBO itself; then the tensor operations of model, guide and gradient are recorded, with parameters and
+    arguments as inputs and random draws as operations, and simplified. The graph is compared with the
+    ELBO at other parameters, arguments and random numbers before it is used, and again at the 2nd, 4th,
+    8th, … call. Where they differ, or model or guide can't be recorded (as their course depends on the values
+    of tensors), the ELBO itself is used from then on, and a warning says why.
+
+    As with Pyro's ``JitTrace_ELBO``, what model and guide use besides their arguments and parameters is
+    recorded as it was: pass as arguments what changes, such as data or a temperature. Arguments
+    that are no tensors belong to what is recorded: with another value the graph is recorded anew, so pass
+    numbers that change as tensors. On calls that record or compare, model and guide are run several times.
+
+    Args:
+        elbo: a Pyro ELBO that has ``differentiable_loss``, such as ``Trace_ELBO``, ``TraceMeanField_ELBO``
+            and ``TraceEnum_ELBO``; ``Trace_ELBO()`` if ``None``.
+        cache_size: how many graphs are kept, for as many shapes of arguments.
+
+    Attributes:
+        reason: why nothing is recorded any more, else ``None``.
+
+    Raises:
+        ValueError: if the ELBO has no ``differentiable_loss``, or ``cache_size`` is less than 1.
+
+    Example:
+        >>> def model(y):
+        ...     loc = pyro.sample("loc", dist.Normal(0.0, 10.0))
+        ...     with pyro.plate("data", len(y)):
+        ...         pyro.sample("y", dist.Normal(loc, 1.0), obs=y)
+        >>> loss = RecordedELBO()
+        >>> svi = SVI(model, AutoNormal(model), pyro.optim.Adam({"lr": 0.01}), loss)
+        >>> for _ in range(3):
+        ...     _ = svi.step(torch.tensor([-1.0, 1.0, 2.0]))
+        >>> loss.reason is None
+        True
+    """
+
+    def __init__(self, elbo: ELBO | None = None, *, cache_size: int = 8) -> None:
+        elbo = Trace_ELBO() if elbo is None else elbo
+        if not hasattr(elbo, "differentiable_loss"):
+            raise ValueError(
+                f"{type(elbo).__name__} has no differentiable_loss that could be recorded; pass Trace_ELBO, "
+                "TraceMeanField_ELBO or TraceEnum_ELBO"
+            )
+        if cache_size < 1:
+            raise ValueError(f"cache_size={cache_size} must be at least 1")
+        super().__init__(num_particles=elbo.num_particles)
+        self.elbo = elbo
+        self.cache_size = cache_size
+        self.reason: str | None = None
+        self._recorded: OrderedDict[Any, _Recording] = OrderedDict()
+        self._num_recorded = 0
+
+    def loss_and_grads(self, model: Run, guide: Run, *args: Any, **kwargs: Any) -> float:
+        """Estimate the loss, and add its gradient to the parameters' ``grad``.
+
+        Args:
+            model: the model.
+            guide: the guide.
+            *args: positional arguments of both.
+            **kwargs: keyword arguments of both.
+
+        Returns:
+            The loss, minus the ELBO, in nats.
+        """
+        call = _Call(model, guide, args, kwargs)
+        recording = self._find(call)
+        if recording is None:
+            return cast(float, self._plainly(call, self.elbo.loss_and_grads))
+        recording.state_parameters()
+        with torch.no_grad():
+            loss, *gradients = recording.run(*recording.parameters, *call.tensors)
+        for parameter, gradient in zip(recording.trained, gradients, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+        return warn_if_nan(loss.item(), "loss")
+
+    def differentiable_loss(self, model: Run, guide: Run, *args: Any, **kwargs: Any) -> Tensor:
+        """Estimate the loss as a tensor to be differentiated once.
+
+        Args:
+            model: the model.
+            guide: the guide.
+            *args: positional arguments of both.
+            **kwargs: keyword arguments of both.
+
+        Returns:
+            The loss, a scalar, in nats.
+        """
+        call = _Call(model, guide, args, kwargs)
+        recording = self._find(call)
+        if recording is None:
+            return cast(Tensor, self._plainly(call, cast(Any, self.elbo).differentiable_loss))
+        recording.state_parameters()
+        loss = cast(Tensor, _Differentiable.apply(recording, call.tensors, *recording.trained))
+        warn_if_nan(loss.detach(), "loss")
+        return loss
+
+    def loss(self, model: Run, guide: Run, *args: Any, **kwargs: Any) -> float:
+        """Estimate the loss.
+
+        Args:
+            model: the model.
+            guide: the guide.
+            *args: positional arguments of both.
+            **kwargs: keyword arguments of both.
+
+        Returns:
+            The loss, minus the ELBO, in nats.
+        """
+        call = _Call(model, guide, args, kwargs)
+        recording = self._find(call)
+        if recording is None:
+            return cast(float, self._plainly(call, self.elbo.loss))
+        recording.state_parameters()
+        with torch.no_grad():
+            (loss,) = recording.run_loss(*recording.parameters, *call.tensors)
+        return warn_if_nan(loss.item(), "loss")
+
+    def _get_trace(self, model: Run, guide: Run, args: Any, kwargs: Any) -> Any:
+        return self.elbo._get_trace(model, guide, args, kwargs)
+
+    def _find(self, call: _Call) -> _Recording | None:
+        """What was recorded for a call, if it is still in force."""
+        if self.reason is not None or call.key is None or _handled():
+            return None
+        recording = self._recorded.get(call.key)
+        if recording is None or not recording.in_force():
+            return None
+        self._recorded.move_to_end(call.key)
+        recording.count += 1
+        if recording.count & (recording.count - 1) == 0:  # a power of two
+            try:
+                recording.check(self.elbo, call, spreads=(0.0,))
+            except UntraceableError as error:
+                self._give_up(str(error))
+                return None
+        return recording
+
+    def _plainly(self, call: _Call, method: Callable[..., Any]) -> Any:
+        """A call of the ELBO itself, which is recorded if it can be."""
+        if self.reason is not None:
+            return method(call.model, call.guide, *call.args, **call.kwargs)
+        with poutine.trace(param_only=True) as stated:
+            result = method(call.model, call.guide, *call.args, **call.kwargs)
+        if call.key is None:
+            self._give_up(call.reason)
+        elif _handled():
+            self._give_up("effect handlers around the step would act on model and guide")
+        elif self._num_recorded >= 4 * self.cache_size:
+            self._give_up(
+                f"arguments came in more than {self._num_recorded} combinations of shapes and values; pass numbers "
+                "that change as tensors"
+            )
+        else:
+            try:
+                recording = _Recording.of(self.elbo, call, stated.trace)
+            except UntraceableError as error:
+                self._give_up(str(error))
+            else:
+                self._num_recorded += 1
+                self._recorded[call.key] = recording
+                if len(self._recorded) > self.cache_size:
+                    self._recorded.popitem(last=False)
+        return result
+
+    def _give_up(self, reason: str) -> None:
+        self.reason = reason
+        self._recorded.clear()
+        warnings.warn(
+            f"the ELBO isn't recorded, so that each step runs model and guide anew: {reason}", stacklevel=4
+        )
+
+
+_TENSOR = object()
+
+
+class _Call:
+    """Model, guide and their arguments, tensors apart from the rest."""
+
+    def __init__(self, model: Run, guide: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.model, self.guide, self.args, self.kwargs = model, guide, args, kwargs
+        self.leaves, self.spec = tree_flatten((args, kwargs))
+        self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self.reason = ""
+        self.key = self._key()
+
+    def _key(self) -> Any:
+        """What a recording depends on besides the tensors' values."""
+        if any(tensor.requires_grad for tensor in self.tensors):
+            self.reason = "an argument requires a gradient of its own"
+            return None
+        leaves = tuple(
+            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+            if isinstance(leaf, Tensor)
+            else (type(leaf), leaf)
+            for leaf in self.leaves
+        )
+        modes = tuple(getattr(run, "training", None) for run in (self.model, self.guide))
+        key = (self.model, self.guide, modes, torch.get_default_dtype(), self.spec, leaves)
+        try:
+            hash(key)
+        except TypeError as error:
+            self.reason = f"an argument can't be told from others ({error})"
+            return None
+        return key
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> _Call:
+        """The same with other tensors in place of these."""
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return _Call(self.model, self.guide, args, kwargs)
+
+
+@dataclass
+class _Recording:
+    """Loss and gradient for arguments of given shapes.
+
+    Attributes:
+        stated: what the model and the guide state as ``pyro.param``: name, unconstrained value, constraint.
+        parameters: all inputs that are no arguments.
+        trained: those that the loss depends on, in order of the gradients.
+        run: from parameters and arguments to the loss and its gradients.
+        run_loss: the loss alone, of the same random numbers.
+        count: how many calls it has served.
+    """
+
+    stated: list[tuple[str, Tensor, constraints.Constraint]]
+    parameters: list[Tensor]
+    trained: list[Tensor]
+    run: Function
+    run_loss: Function
+    count: int = 1
+
+    @classmethod
+    def of(cls, elbo: ELBO, call: _Call, stated: poutine.Trace) -> _Recording:
+        """Record a call and compare the graph with the ELBO, or say why not."""
+        store = pyro.get_param_store()
+        named = []
+        for name, site in stated.nodes.items():
+            if site["type"] == "param":
+                constraint = store._constraints.get(name, site["kwargs"].get("constraint", constraints.real))
+                named.append((name, site["value"].unconstrained(), constraint))
+        parameters = list({id(p): p for _, p, _ in named}.values())
+        with _noise_kept(call), _unvalidated():
+            graph, parameters, trained = _graph(elbo, call, parameters)
+            inputs = [*parameters, *call.tensors]
+            recording = cls(named, parameters, trained, *_compiled(graph, inputs))
+            recording.check(elbo, call, spreads=(0.0, 0.1, 1.0))
+            with suppress(UntraceableError):  # the graph as it is will do
+                fast = _compiled(fewer_passes(graph, inputs), inputs)
+                shorter = cls(named, parameters, trained, *fast)
+                shorter.check(elbo, call, spreads=(0.0, 0.1, 1.0))
+                recording = shorter
+        return recording
+
+    def in_force(self) -> bool:
+        """Whether the parameters are still those of the parameter store."""
+        current = pyro.get_param_store()._params
+        return all(current.get(name) is parameter for name, parameter, _ in self.stated)
+
+    def state_parameters(self) -> None:
+        """Tell handlers outside, such as those of ``SVI.step``, of the parameters."""
+        if am_i_wrapped():
+            for name, parameter, constraint in self.stated:
+                _state(parameter, constraint, name=name)
+
+    def check(self, elbo: ELBO, call: _Call, spreads: Sequence[float]) -> None:
+        """Raise unless the graph gives what the ELBO gives, also at parameters so far from these."""
+        for number, spread in enumerate(spreads):
+            there = call if spread == 0 else _elsewhere(call)
+            with _moved(self.parameters, spread, number):
+                try:
+                    expected = _reference(elbo, there, self.trained)
+                except (RuntimeError, ValueError, ArithmeticError):
+                    if spread == 0:
+                        raise
+                    continue  # too far out for the model
+                try:
+                    with _noise_kept(there), torch.no_grad():
+                        results = self.run(*self.parameters, *there.tensors)
+                except (RuntimeError, IndexError) as error:
+                    raise UntraceableError(
+                        f"its graph fails elsewhere than where it was traced: {error}"
+                    ) from error
+            if spread and not all(bool(e.isfinite().all()) for e in expected):
+                continue
+            for what, wanted, result in zip(_names(len(expected)), expected, results, strict=True):
+                deviation = _relative_error(result, wanted)
+                if not deviation <= _tolerance(wanted):
+                    raise UntraceableError(
+                        f"from the same random numbers model and guide give another {what} than when they were "
+                        f"recorded (off by {deviation:.1g}, relative): they branch on values, keep a state "
+                        "from call to call, or use other sources of random numbers or of data"
+                    )
+
+
+class _Differentiable(torch.autograd.Function):
+    """The loss, whose gradient is computed along with it."""
+
+    @staticmethod
+    def forward(ctx: Any, recording: _Recording, tensors: list[Tensor], *trained: Tensor) -> Tensor:
+        loss, *gradients = recording.run(*recording.parameters, *tensors)
+        ctx.save_for_backward(*gradients)
+        return loss
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc,unused-ignore]
+    def backward(ctx: Any, outer: Tensor) -> Any:
+        return None, None, *[outer * gradient for gradient in ctx.saved_tensors]
+
+
+@effectful(type="param")  # type: ignore[misc,unused-ignore]
+def _state(parameter: Tensor, constraint: constraints.Constraint) -> Tensor:
+    """What ``pyro.param`` does for a parameter that is there."""
+    value: Any = transform_to(constraint)(parameter)
+    value.unconstrained = weakref.ref(parameter)
+    return value
+
+
+def _handled() -> bool:
+    """Whether effect handlers around the call would act on model and guide."""
+    return not all(
+        isinstance(handler, BlockMessenger)
+        or (isinstance(handler, TraceMessenger) and handler.param_only)
+        for handler in _PYRO_STACK
+    )
+
+
+def _graph(elbo: ELBO, call: _Call, parameters: list[Tensor]) -> tuple[fx.GraphModule, list[Tensor], list[Tensor]]:
+    """The simplified graph of loss and gradients, its parameters and those that the loss depends on."""
+    used: list[bool] = []
+
+    def loss_and_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
+        # Parameters are known by their identity, so nothing need be put in the place of any.
+        there = call.with_tensors(inputs[len(parameters) :])
+        with poutine.block(), _tensors_for_numbers(elbo), torch.enable_grad():
+            loss = cast(Any, elbo).differentiable_loss(there.model, there.guide, *there.args, **there.kwargs)
+            if not (isinstance(loss, Tensor) and loss.requires_grad):
+                raise UntraceableError("the loss depends on no parameter")
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        used[:] = [gradient is not None for gradient in gradients]
+        return (loss.detach(), *[gradient for gradient in gradients if gradient is not None])
+
+    graph = trace(loss_and_gradients, [*parameters, *call.tensors])
+    others = [tensor for tensor in graph.buffers() if tensor.requires_grad]
+    if others:  # trained without a param statement, as parameters of plain modules are
+        parameters.extend(others)
+        graph = trace(loss_and_gradients, [*parameters, *call.tensors])
+    refuse_side_effects(graph, random=True)
+    inputs = [*parameters, *call.tensors]
+    with torch.no_grad():
+        if changes_tensors(graph):  # simplification is for operations that don't
+            graph = trace(torch.func.functionalize(graph, remove="mutations"), inputs)
+        graph = simplify(graph, inputs)
+    return graph, parameters, [p for p, needed in zip(parameters, used, strict=True) if needed]
+
+
+def _compiled(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> tuple[Function, Function]:
+    """Loss with gradients, and loss alone."""
+    whole = straight_line(graph, inputs)
+    first = fx.Graph()
+    (outputs,) = [first.graph_copy(graph.graph, {})]
+    first.output((outputs[0],))
+    first.eliminate_dead_code()
+    return whole, straight_line(fx.GraphModule(graph, first), inputs)
+
+
+@contextmanager
+def _tensors_for_numbers(elbo: ELBO) -> Iterator[None]:
+    """Let an ELBO keep tensors where it takes numbers from them, and not look whether they are NaN."""
+    instead = {
+        "torch_item": lambda x: x.detach() if isinstance(x, Tensor) else x,
+        "warn_if_nan": lambda value, *args, **kwargs: value,
+    }
+    modules = {sys.modules[cls.__module__] for cls in type(elbo).__mro__}
+    before = [(module, name, getattr(module, name)) for module in modules for name in instead if hasattr(module, name)]
+    try:
+        for module, name, _ in before:
+            setattr(module, name, instead[name])
+        yield
+    finally:
+        for module, name, function in before:
+            setattr(module, name, function)
+
+
+def _reference(elbo: ELBO, call: _Call, parameters: list[Tensor]) -> list[Tensor]:
+    """Loss and gradients by the ELBO itself, leaving gradients and random numbers as they are."""
+    kept = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        with _noise_kept(call), poutine.block(), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss = elbo.loss_and_grads(call.model, call.guide, *call.args, **call.kwargs)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    finally:
+        for parameter, gradient in zip(parameters, kept, strict=True):
+            parameter.grad = gradient
+    return [gradients[0].new_tensor(loss), *gradients]
+
+
+@contextmanager
+def _noise_kept(call: _Call) -> Iterator[None]:
+    """Leave random numbers where they were."""
+    devices = {tensor.device for tensor in call.tensors if tensor.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)):
+        yield
+
+
+@contextmanager
+def _moved(parameters: list[Tensor], spread: float, seed: int) -> Iterator[None]:
+    """Parameters so far from where they are, for a while, and random numbers of a seed."""
+    before = [parameter.detach().clone() for parameter in parameters]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        if spread:
+            torch.manual_seed(seed)
+            for parameter in parameters:
+                parameter += spread * torch.randn_like(parameter)
+        try:
+            yield
+        finally:
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)
+
+
+def _elsewhere(call: _Call) -> _Call:
+    """A call with the rows of its tensors in reverse."""
+    return call.with_tensors([tensor.flip(0) if tensor.dim() else tensor for tensor in call.tensors])
+
+
+def _names(count: int) -> list[str]:
+    return ["loss", *["gradient"] * (count - 1)]
