@@ -7,9 +7,9 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pyro
 import torch
@@ -21,15 +21,17 @@ from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.util import warn_if_nan
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
-from torch.distributions import constraints, transform_to
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.distributions import Transform, constraints, identity_transform, transform_to
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyro_sym.infer.algebra import fewer_passes
+from pyro_sym.infer.cancellation import cancelled
 from pyro_sym.infer.gradient import _relative_error, _tolerance, _unvalidated
 from pyro_sym.infer.graph import (
     Function,
     UntraceableError,
     changes_tensors,
+    drop_unused,
     refuse_side_effects,
     simplify,
     straight_line,
@@ -120,9 +122,7 @@ class RecordedELBO(ELBO):
         recording = self._find(call)
         if recording is None:
             return cast(float, self._plainly(call, self.elbo.loss_and_grads))
-        recording.state_parameters()
-        with torch.no_grad():
-            loss, *gradients = recording.run(*recording.parameters, *call.tensors)
+        loss, gradients = recording.evaluate(call.tensors)
         for parameter, gradient in zip(recording.trained, gradients, strict=True):
             if parameter.grad is None:
                 parameter.grad = gradient
@@ -146,7 +146,6 @@ class RecordedELBO(ELBO):
         recording = self._find(call)
         if recording is None:
             return cast(Tensor, self._plainly(call, cast(Any, self.elbo).differentiable_loss))
-        recording.state_parameters()
         loss = cast(Tensor, _Differentiable.apply(recording, call.tensors, *recording.trained))
         warn_if_nan(loss.detach(), "loss")
         return loss
@@ -167,9 +166,7 @@ class RecordedELBO(ELBO):
         recording = self._find(call)
         if recording is None:
             return cast(float, self._plainly(call, self.elbo.loss))
-        recording.state_parameters()
-        with torch.no_grad():
-            (loss,) = recording.run_loss(*recording.parameters, *call.tensors)
+        loss, _ = recording.evaluate(call.tensors, recording.run_loss)
         return warn_if_nan(loss.item(), "loss")
 
     def _get_trace(self, model: Run, guide: Run, args: Any, kwargs: Any) -> Any:
@@ -188,7 +185,7 @@ class RecordedELBO(ELBO):
             try:
                 recording.check(self.elbo, call, spreads=(0.0,))
             except UntraceableError as error:
-                self._give_up(str(error))
+                self._give_up(_first_line(error))
                 return None
         return recording
 
@@ -204,14 +201,17 @@ class RecordedELBO(ELBO):
             self._give_up("effect handlers around the step would act on model and guide")
         elif self._num_recorded >= 4 * self.cache_size:
             self._give_up(
-                f"arguments came in more than {self._num_recorded} combinations of shapes and values; pass numbers "
-                "that change as tensors"
+                f"arguments came in more than {self._num_recorded} combinations of shapes and values; pass "
+                "numbers that change as tensors"
             )
         else:
             try:
-                recording = _Recording.of(self.elbo, call, stated.trace)
+                statements = [
+                    _Statement.of(*node) for node in stated.trace.nodes.items() if node[1]["type"] == "param"
+                ]
+                recording = _Recording.of(self.elbo, call, statements)
             except UntraceableError as error:
-                self._give_up(str(error))
+                self._give_up(_first_line(error))
             else:
                 self._num_recorded += 1
                 self._recorded[call.key] = recording
@@ -225,9 +225,6 @@ class RecordedELBO(ELBO):
         warnings.warn(
             f"the ELBO isn't recorded, so that each step runs model and guide anew: {reason}", stacklevel=4
         )
-
-
-_TENSOR = object()
 
 
 class _Call:
@@ -268,20 +265,44 @@ class _Call:
         return _Call(self.model, self.guide, args, kwargs)
 
 
+class _Statement(NamedTuple):
+    """What ``pyro.param`` says: a name, the unconstrained value, and the way to the constrained one, if any.
+
+    ``stored`` is whether it is in the parameter store, and not local to a module.
+    """
+
+    name: str
+    parameter: Tensor
+    transform: Transform | None
+    stored: bool
+
+    @classmethod
+    def of(cls, name: str, site: Any) -> _Statement:
+        store = pyro.get_param_store()
+        constraint = store._constraints.get(name, site["kwargs"].get("constraint", constraints.real))
+        transform = transform_to(constraint)
+        return cls(
+            name,
+            site["value"].unconstrained(),
+            None if transform is identity_transform else transform,
+            name in store,
+        )
+
+
 @dataclass
 class _Recording:
     """Loss and gradient for arguments of given shapes.
 
     Attributes:
-        stated: what the model and the guide state as ``pyro.param``: name, unconstrained value, constraint.
+        statements: of the parameters of model and guide.
         parameters: all inputs that are no arguments.
         trained: those that the loss depends on, in order of the gradients.
-        run: from parameters and arguments to the loss and its gradients.
-        run_loss: the loss alone, of the same random numbers.
+        run: from parameters and arguments to the loss, constrained parameters, and gradients.
+        run_loss: the same without the gradients, from the same random numbers.
         count: how many calls it has served.
     """
 
-    stated: list[tuple[str, Tensor, constraints.Constraint]]
+    statements: list[_Statement]
     parameters: list[Tensor]
     trained: list[Tensor]
     run: Function
@@ -289,37 +310,44 @@ class _Recording:
     count: int = 1
 
     @classmethod
-    def of(cls, elbo: ELBO, call: _Call, stated: poutine.Trace) -> _Recording:
+    def of(cls, elbo: ELBO, call: _Call, statements: list[_Statement]) -> _Recording:
         """Record a call and compare the graph with the ELBO, or say why not."""
-        store = pyro.get_param_store()
-        named = []
-        for name, site in stated.nodes.items():
-            if site["type"] == "param":
-                constraint = store._constraints.get(name, site["kwargs"].get("constraint", constraints.real))
-                named.append((name, site["value"].unconstrained(), constraint))
-        parameters = list({id(p): p for _, p, _ in named}.values())
+        spreads = (0.0, 0.1, 1.0)
         with _noise_kept(call), _unvalidated():
-            graph, parameters, trained = _graph(elbo, call, parameters)
+            graph, parameters, trained = _graph(elbo, call, statements)
             inputs = [*parameters, *call.tensors]
-            recording = cls(named, parameters, trained, *_compiled(graph, inputs))
-            recording.check(elbo, call, spreads=(0.0, 0.1, 1.0))
-            with suppress(UntraceableError):  # the graph as it is will do
-                fast = _compiled(fewer_passes(graph, inputs), inputs)
-                shorter = cls(named, parameters, trained, *fast)
-                shorter.check(elbo, call, spreads=(0.0, 0.1, 1.0))
-                recording = shorter
-        return recording
+            count = len(graph.graph.output_node().args[0]) - len(trained)
+
+            def recording(graph: fx.GraphModule) -> _Recording:
+                run = straight_line(graph, inputs), straight_line(_first(graph, count), inputs)
+                made = cls(statements, parameters, trained, *run)
+                made.check(elbo, call, spreads)
+                return made
+
+            plain = recording(graph)
+            try:
+                return recording(fewer_passes(cancelled(graph, inputs), inputs))
+            except UntraceableError:  # the graph as it is will do
+                return plain
 
     def in_force(self) -> bool:
         """Whether the parameters are still those of the parameter store."""
         current = pyro.get_param_store()._params
-        return all(current.get(name) is parameter for name, parameter, _ in self.stated)
+        return all(current.get(s.name) is s.parameter for s in self.statements if s.stored)
 
-    def state_parameters(self) -> None:
-        """Tell handlers outside, such as those of ``SVI.step``, of the parameters."""
-        if am_i_wrapped():
-            for name, parameter, constraint in self.stated:
-                _state(parameter, constraint, name=name)
+    def evaluate(
+        self, tensors: list[Tensor], run: Function | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Loss and gradients; states the parameters to handlers outside, such as those of ``SVI.step``."""
+        with torch.no_grad():
+            loss, *rest = (run or self.run)(*self.parameters, *tensors)
+            constrained = iter(rest)
+            wrapped = am_i_wrapped()
+            for name, parameter, transform, _ in self.statements:
+                value = parameter if transform is None else next(constrained)
+                if wrapped:
+                    _state(parameter, value, name=name)
+        return loss, tuple(constrained)
 
     def check(self, elbo: ELBO, call: _Call, spreads: Sequence[float]) -> None:
         """Raise unless the graph gives what the ELBO gives, also at parameters so far from these."""
@@ -333,21 +361,21 @@ class _Recording:
                         raise
                     continue  # too far out for the model
                 try:
-                    with _noise_kept(there), torch.no_grad():
-                        results = self.run(*self.parameters, *there.tensors)
+                    with _noise_kept(there), poutine.block():
+                        loss, gradients = self.evaluate(there.tensors)
                 except (RuntimeError, IndexError) as error:
                     raise UntraceableError(
                         f"its graph fails elsewhere than where it was traced: {error}"
                     ) from error
             if spread and not all(bool(e.isfinite().all()) for e in expected):
                 continue
-            for what, wanted, result in zip(_names(len(expected)), expected, results, strict=True):
+            for what, wanted, result in zip(_names(len(expected)), expected, [loss, *gradients], strict=True):
                 deviation = _relative_error(result, wanted)
                 if not deviation <= _tolerance(wanted):
                     raise UntraceableError(
-                        f"from the same random numbers model and guide give another {what} than when they were "
-                        f"recorded (off by {deviation:.1g}, relative): they branch on values, keep a state "
-                        "from call to call, or use other sources of random numbers or of data"
+                        f"from the same random numbers model and guide give another {what} than when they "
+                        f"were recorded (off by {deviation:.1g}, relative): they branch on values, keep a "
+                        "state from call to call, or use other sources of random numbers or of data"
                     )
 
 
@@ -356,7 +384,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, recording: _Recording, tensors: list[Tensor], *trained: Tensor) -> Tensor:
-        loss, *gradients = recording.run(*recording.parameters, *tensors)
+        loss, gradients = recording.evaluate(tensors)
         ctx.save_for_backward(*gradients)
         return loss
 
@@ -367,24 +395,25 @@ class _Differentiable(torch.autograd.Function):
 
 
 @effectful(type="param")  # type: ignore[misc,unused-ignore]
-def _state(parameter: Tensor, constraint: constraints.Constraint) -> Tensor:
+def _state(parameter: Tensor, value: Any) -> Tensor:
     """What ``pyro.param`` does for a parameter that is there."""
-    value: Any = transform_to(constraint)(parameter)
     value.unconstrained = weakref.ref(parameter)
-    return value
+    return cast(Tensor, value)
 
 
 def _handled() -> bool:
     """Whether effect handlers around the call would act on model and guide."""
     return not all(
-        isinstance(handler, BlockMessenger)
-        or (isinstance(handler, TraceMessenger) and handler.param_only)
+        isinstance(handler, BlockMessenger) or (isinstance(handler, TraceMessenger) and handler.param_only)
         for handler in _PYRO_STACK
     )
 
 
-def _graph(elbo: ELBO, call: _Call, parameters: list[Tensor]) -> tuple[fx.GraphModule, list[Tensor], list[Tensor]]:
-    """The simplified graph of loss and gradients, its parameters and those that the loss depends on."""
+def _graph(
+    elbo: ELBO, call: _Call, statements: list[_Statement]
+) -> tuple[fx.GraphModule, list[Tensor], list[Tensor]]:
+    """The simplified graph, its parameters and those that the loss depends on."""
+    parameters = list({id(s.parameter): s.parameter for s in statements}.values())
     used: list[bool] = []
 
     def loss_and_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -395,8 +424,9 @@ def _graph(elbo: ELBO, call: _Call, parameters: list[Tensor]) -> tuple[fx.GraphM
             if not (isinstance(loss, Tensor) and loss.requires_grad):
                 raise UntraceableError("the loss depends on no parameter")
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            constrained = [s.transform(s.parameter).detach() for s in statements if s.transform is not None]
         used[:] = [gradient is not None for gradient in gradients]
-        return (loss.detach(), *[gradient for gradient in gradients if gradient is not None])
+        return (loss.detach(), *constrained, *[gradient for gradient in gradients if gradient is not None])
 
     graph = trace(loss_and_gradients, [*parameters, *call.tensors])
     others = [tensor for tensor in graph.buffers() if tensor.requires_grad]
@@ -412,14 +442,13 @@ def _graph(elbo: ELBO, call: _Call, parameters: list[Tensor]) -> tuple[fx.GraphM
     return graph, parameters, [p for p, needed in zip(parameters, used, strict=True) if needed]
 
 
-def _compiled(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> tuple[Function, Function]:
-    """Loss with gradients, and loss alone."""
-    whole = straight_line(graph, inputs)
-    first = fx.Graph()
-    (outputs,) = [first.graph_copy(graph.graph, {})]
-    first.output((outputs[0],))
-    first.eliminate_dead_code()
-    return whole, straight_line(fx.GraphModule(graph, first), inputs)
+def _first(graph: fx.GraphModule, count: int) -> fx.GraphModule:
+    """The same graph for its first outputs only."""
+    part = fx.Graph()
+    outputs = part.graph_copy(graph.graph, {})
+    part.output(cast(Any, outputs)[:count])
+    drop_unused(part)
+    return fx.GraphModule(graph, part)
 
 
 @contextmanager
@@ -430,7 +459,12 @@ def _tensors_for_numbers(elbo: ELBO) -> Iterator[None]:
         "warn_if_nan": lambda value, *args, **kwargs: value,
     }
     modules = {sys.modules[cls.__module__] for cls in type(elbo).__mro__}
-    before = [(module, name, getattr(module, name)) for module in modules for name in instead if hasattr(module, name)]
+    before = [
+        (module, name, getattr(module, name))
+        for module in modules
+        for name in instead
+        if hasattr(module, name)
+    ]
     try:
         for module, name, _ in before:
             setattr(module, name, instead[name])
@@ -448,7 +482,7 @@ def _reference(elbo: ELBO, call: _Call, parameters: list[Tensor]) -> list[Tensor
     try:
         with _noise_kept(call), poutine.block(), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            loss = elbo.loss_and_grads(call.model, call.guide, *call.args, **call.kwargs)
+            loss = cast(Any, elbo).loss_and_grads(call.model, call.guide, *call.args, **call.kwargs)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     finally:
         for parameter, gradient in zip(parameters, kept, strict=True):
@@ -483,6 +517,11 @@ def _moved(parameters: list[Tensor], spread: float, seed: int) -> Iterator[None]
 def _elsewhere(call: _Call) -> _Call:
     """A call with the rows of its tensors in reverse."""
     return call.with_tensors([tensor.flip(0) if tensor.dim() else tensor for tensor in call.tensors])
+
+
+def _first_line(error: Exception) -> str:
+    """The reason itself: Pyro's handlers append the shapes of all sites."""
+    return str(error).partition("\n")[0]
 
 
 def _names(count: int) -> list[str]:

@@ -17,6 +17,7 @@ __all__ = [
     "Simplifier",
     "UntraceableError",
     "changes_tensors",
+    "drop_unused",
     "for_vmap",
     "refuse_side_effects",
     "simplify",
@@ -72,7 +73,7 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs or {})
         tensors = [r for r in tree_leaves(result) if isinstance(r, Tensor)]
         of_values = torch.Tag.dynamic_output_shape in func.tags and func not in _INDEXING
-        if varying and (of_values or not tensors):
+        if varying and (of_values or not tensors) and func not in _CHECKS:
             raise UntraceableError(
                 f"the model's course depends on the value of a tensor, as by an if or item() ({func})"
             )
@@ -130,6 +131,7 @@ class _Recorder(TorchDispatchMode):
 
 
 _INDEXING = {aten.index.Tensor}  # so tagged for boolean indices; those are found out by their values
+_CHECKS = {aten._linalg_check_errors.default}  # raise or do nothing
 _STANDARD = {
     aten.normal_.default: (aten.randn.default, (0.0, 1.0)),
     aten.uniform_.default: (aten.rand.default, (0.0, 1.0)),
@@ -138,6 +140,11 @@ _STANDARD = {
 
 def _is_random(target: Any) -> bool:
     return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Take out what has no effect: neither on the outputs, nor on random numbers, nor by raising."""
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure() or node.target in _CHECKS)
 
 
 def changes_tensors(graph: fx.GraphModule) -> bool:
@@ -156,7 +163,7 @@ def for_vmap(graph: fx.GraphModule) -> fx.GraphModule:
                 log_yes = call(operator.getitem, (call(aten.log_sigmoid_forward.default, (logits,)), 0))
                 loss = call(aten.sub.Tensor, (call(aten.mul.Tensor, (no, logits)), log_yes))
             node.replace_all_uses_with(loss)
-    graph.graph.eliminate_dead_code()
+    drop_unused(graph.graph)
     graph.recompile()
     return graph
 
@@ -223,7 +230,7 @@ class Simplifier:
                     self.new.output(
                         tuple(self._as_node(env[n]) for n in node.args[0]),
                     )
-        self.new.eliminate_dead_code()
+        drop_unused(self.new)
         used = {str(n.target) for n in self.new.nodes if n.op == "get_attr"}
         root = torch.nn.Module()
         for name in used:
