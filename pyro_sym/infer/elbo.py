@@ -166,7 +166,7 @@ class RecordedELBO(ELBO):
         recording = self._find(call)
         if recording is None:
             return cast(float, self._plainly(call, self.elbo.loss))
-        loss, _ = recording.evaluate(call.tensors, recording.run_loss)
+        loss, _ = recording.evaluate(call.tensors, gradients=False)
         return warn_if_nan(loss.item(), "loss")
 
     def _get_trace(self, model: Run, guide: Run, args: Any, kwargs: Any) -> Any:
@@ -281,9 +281,10 @@ class _Statement(NamedTuple):
         store = pyro.get_param_store()
         constraint = store._constraints.get(name, site["kwargs"].get("constraint", constraints.real))
         transform = transform_to(constraint)
+        value = site["value"]
         return cls(
             name,
-            site["value"].unconstrained(),
+            value.unconstrained() if hasattr(value, "unconstrained") else value,
             None if transform is identity_transform else transform,
             name in store,
         )
@@ -306,41 +307,39 @@ class _Recording:
     parameters: list[Tensor]
     trained: list[Tensor]
     run: Function
-    run_loss: Function
+    run_loss: Function | None = None
     count: int = 1
 
     @classmethod
     def of(cls, elbo: ELBO, call: _Call, statements: list[_Statement]) -> _Recording:
         """Record a call and compare the graph with the ELBO, or say why not."""
-        spreads = (0.0, 0.1, 1.0)
+        spreads = (0.0, 0.1, 1.0, -1.0)
         with _noise_kept(call), _unvalidated():
             graph, parameters, trained = _graph(elbo, call, statements)
             inputs = [*parameters, *call.tensors]
-            count = len(graph.graph.output_node().args[0]) - len(trained)
+            count = len(cast(Any, graph.graph.output_node().args[0])) - len(trained)
 
             def recording(graph: fx.GraphModule) -> _Recording:
-                run = straight_line(graph, inputs), straight_line(_first(graph, count), inputs)
-                made = cls(statements, parameters, trained, *run)
+                made = cls(statements, parameters, trained, straight_line(graph, inputs))
                 made.check(elbo, call, spreads)
+                made.run_loss = straight_line(_first(graph, count), inputs)
                 return made
 
-            plain = recording(graph)
             try:
                 return recording(fewer_passes(cancelled(graph, inputs), inputs))
-            except UntraceableError:  # the graph as it is will do
-                return plain
+            except UntraceableError:  # the graph as it is may do
+                return recording(graph)
 
     def in_force(self) -> bool:
         """Whether the parameters are still those of the parameter store."""
         current = pyro.get_param_store()._params
         return all(current.get(s.name) is s.parameter for s in self.statements if s.stored)
 
-    def evaluate(
-        self, tensors: list[Tensor], run: Function | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def evaluate(self, tensors: list[Tensor], *, gradients: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Loss and gradients; states the parameters to handlers outside, such as those of ``SVI.step``."""
+        run = self.run if gradients or self.run_loss is None else self.run_loss
         with torch.no_grad():
-            loss, *rest = (run or self.run)(*self.parameters, *tensors)
+            loss, *rest = run(*self.parameters, *tensors)
             constrained = iter(rest)
             wrapped = am_i_wrapped()
             for name, parameter, transform, _ in self.statements:
@@ -351,9 +350,9 @@ class _Recording:
 
     def check(self, elbo: ELBO, call: _Call, spreads: Sequence[float]) -> None:
         """Raise unless the graph gives what the ELBO gives, also at parameters so far from these."""
-        for number, spread in enumerate(spreads):
+        for spread in spreads:
             there = call if spread == 0 else _elsewhere(call)
-            with _moved(self.parameters, spread, number):
+            with _moved(self.parameters, spread):
                 try:
                     expected = _reference(elbo, there, self.trained)
                 except (RuntimeError, ValueError, ArithmeticError):
@@ -499,12 +498,12 @@ def _noise_kept(call: _Call) -> Iterator[None]:
 
 
 @contextmanager
-def _moved(parameters: list[Tensor], spread: float, seed: int) -> Iterator[None]:
-    """Parameters so far from where they are, for a while, and random numbers of a seed."""
+def _moved(parameters: list[Tensor], spread: float) -> Iterator[None]:
+    """Parameters so far from where they are, for a while, and other random numbers."""
     before = [parameter.detach().clone() for parameter in parameters]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         if spread:
-            torch.manual_seed(seed)
+            torch.manual_seed(0)
             for parameter in parameters:
                 parameter += spread * torch.randn_like(parameter)
         try:

@@ -69,7 +69,8 @@ class _Recorder(TorchDispatchMode):
             func, args = aten.lift_fresh_copy.default, (args[0].detach(),)
         given = tree_map(self._node_of, (args, kwargs or {}))
         random = _is_random(func)
-        varying = random or any(n in self.varying for n in tree_leaves(given) if isinstance(n, fx.Node))
+        of_inputs = any(n in self.varying for n in tree_leaves(given) if isinstance(n, fx.Node))
+        varying = random or (of_inputs and func not in _OF_SHAPE)
         result = func(*args, **kwargs or {})
         tensors = [r for r in tree_leaves(result) if isinstance(r, Tensor)]
         of_values = torch.Tag.dynamic_output_shape in func.tags and func not in _INDEXING
