@@ -103,15 +103,13 @@ class _Canceller(Simplifier):
         """An operand of an operation with that result as a product, a number included, if it can be one."""
         if isinstance(arg, _Product):
             return arg if _alike(arg.value, value) else None
-        if isinstance(arg, fx.Node):
-            own = self.values[arg]
-            if isinstance(own, Tensor) and _alike(own, value):
-                return _Product(frozenset({(arg, 1)}), 1.0, own)
-            return None
         if isinstance(arg, Tensor) and arg.numel() > 0 and bool((arg == arg.flatten()[0]).all()):
             arg = arg.flatten()[0].item()
-        if isinstance(arg, (int, float)) and math.isfinite(arg):
-            return _Product(frozenset(), float(arg), value)
+        if isinstance(arg, (int, float)):
+            return _Product(frozenset(), float(arg), value) if math.isfinite(arg) else None
+        own = self.values[arg] if isinstance(arg, fx.Node) else arg
+        if isinstance(own, Tensor) and _alike(own, value):
+            return _Product(frozenset({(self._as_node(arg), 1)}), 1.0, own)
         return None
 
     def _times(self, value: Tensor, left: Any, right: Any, power: int = 1) -> _Product | None:
