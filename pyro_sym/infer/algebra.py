@@ -174,10 +174,11 @@ class _Regrouper(Simplifier):
             terms = [part for part in parts if part is not None]
             return functools.reduce(self._plus, terms) if len(terms) == len(parts) else None
         if node.target is aten.add.Tensor and any(map(self._is_square, node.args)):
-            parts = [self._affine(part) for part in node.args]
-            if all(p is not None and self.values[p.node].shape == self.values[node].shape for p in parts):
-                one, other = [self._sum(aten.sum.default, part) for part in parts]
-                return self._plus(one, other.times(node.kwargs.get("alpha", 1)))
+            one, other = [self._affine(part) for part in node.args]
+            shape = self.values[node].shape
+            if one and other and self.values[one.node].shape == self.values[other.node].shape == shape:
+                first, second = [cast(_Affine, self._sum(aten.sum.default, part)) for part in (one, other)]
+                return self._plus(first, second.times(cast(float, node.kwargs.get("alpha", 1))))
         if node.target is aten.pow.Tensor_Scalar and node.args[1] == 2:
             base = cast(fx.Node, node.args[0])
             if self.values[base].is_contiguous() and self.values[base].numel() <= _EXACT:
@@ -188,7 +189,9 @@ class _Regrouper(Simplifier):
     def _is_square(self, arg: Any) -> bool:
         affine = self._affine(arg)
         return (
-            affine is not None and affine.node.target is aten.pow.Tensor_Scalar and affine.node.args[1] == 2
+            affine is not None
+            and affine.node.target is aten.pow.Tensor_Scalar
+            and affine.node.args[1:] == (2,)
         )
 
     def _view(self, target: Any, arg: Any, *how: Any) -> Any:

@@ -158,7 +158,7 @@ class _Canceller(Simplifier):
             if power == 1 and node in self.sums:
                 rest = factors - {(node, 1)}
                 whole = self.values[node]
-                result = []
+                result: list[tuple[Factors, float]] = []
                 for term, own in self.sums[node].items():
                     product = self._times(
                         whole, _Product(rest, coefficient, whole), _Product(term, own, whole)
@@ -174,9 +174,9 @@ class _Canceller(Simplifier):
         products = [_Product(factors, own, value) for factors, own in terms.items()]
         if len(products) <= 1:
             return products[0] if products else torch.zeros_like(value)
-        nodes = [p.coefficient if not p.factors else self._write(p) for p in products]
+        nodes: list[Any] = [p.coefficient if not p.factors else self._write(p) for p in products]
         nodes.sort(key=lambda node: isinstance(node, float))  # the number last
-        node = functools.reduce(
+        node: Any = functools.reduce(
             lambda a, b: super(_Canceller, self)._call(aten.add.Tensor, (a, b), {}), nodes
         )
         self.sums.setdefault(node, terms)

@@ -64,11 +64,16 @@ class RecordedELBO(ELBO):
     As with Pyro's ``JitTrace_ELBO``, what model and guide use besides their arguments and parameters is
     recorded as it was: pass as arguments what changes, such as data or a temperature. Arguments
     that are no tensors belong to what is recorded: with another value the graph is recorded anew, so pass
-    numbers that change as tensors. On calls that record or compare, model and guide are run several times.
+    numbers that change as tensors. A recording takes as long as some forty steps without it; on calls that
+    record or compare, model and guide are run several times.
+
+    Of :class:`AutoSymmetrized` guides those that compute their average exactly, or from uniform elements, are
+    recorded, with the average in every step; those whose elements are guided, or whose units lie so far apart
+    that the average is left out, run as they are.
 
     Args:
-        elbo: a Pyro ELBO that has ``differentiable_loss``, such as ``Trace_ELBO``, ``TraceMeanField_ELBO``
-            and ``TraceEnum_ELBO``; ``Trace_ELBO()`` if ``None``.
+        elbo: a Pyro ELBO that has ``differentiable_loss``: ``Trace_ELBO``, ``TraceMeanField_ELBO``, or
+            ``TraceEnum_ELBO`` with sites that are enumerated in the model only; ``Trace_ELBO()`` if ``None``.
         cache_size: how many graphs are kept, for as many shapes of arguments.
 
     Attributes:
@@ -299,6 +304,7 @@ class _Recording:
         parameters: all inputs that are no arguments.
         trained: those that the loss depends on, in order of the gradients.
         run: from parameters and arguments to the loss, constrained parameters, and gradients.
+        flags: which parameters required a gradient.
         run_loss: the same without the gradients, from the same random numbers.
         count: how many calls it has served.
     """
@@ -307,6 +313,7 @@ class _Recording:
     parameters: list[Tensor]
     trained: list[Tensor]
     run: Function
+    flags: list[bool]
     run_loss: Function | None = None
     count: int = 1
 
@@ -317,10 +324,11 @@ class _Recording:
         with _noise_kept(call), _unvalidated():
             graph, parameters, trained = _graph(elbo, call, statements)
             inputs = [*parameters, *call.tensors]
+            flags = [parameter.requires_grad for parameter in parameters]
             count = len(cast(Any, graph.graph.output_node().args[0])) - len(trained)
 
             def recording(graph: fx.GraphModule) -> _Recording:
-                made = cls(statements, parameters, trained, straight_line(graph, inputs))
+                made = cls(statements, parameters, trained, straight_line(graph, inputs), flags)
                 made.check(elbo, call, spreads)
                 made.run_loss = straight_line(_first(graph, count), inputs)
                 return made
@@ -331,9 +339,11 @@ class _Recording:
                 return recording(graph)
 
     def in_force(self) -> bool:
-        """Whether the parameters are still those of the parameter store."""
+        """Whether the parameters are still those of the parameter store, and the same of them are trained."""
         current = pyro.get_param_store()._params
-        return all(current.get(s.name) is s.parameter for s in self.statements if s.stored)
+        return self.flags == [p.requires_grad for p in self.parameters] and all(
+            current.get(s.name) is s.parameter for s in self.statements if s.stored
+        )
 
     def evaluate(self, tensors: list[Tensor], *, gradients: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Loss and gradients; states the parameters to handlers outside, such as those of ``SVI.step``."""
@@ -413,7 +423,8 @@ def _graph(
 ) -> tuple[fx.GraphModule, list[Tensor], list[Tensor]]:
     """The simplified graph, its parameters and those that the loss depends on."""
     parameters = list({id(s.parameter): s.parameter for s in statements}.values())
-    used: list[bool] = []
+    given = [tensor.detach() for tensor in call.tensors]  # known apart from each other and from globals
+    trained: list[Tensor] = []
 
     def loss_and_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
         # Parameters are known by their identity, so nothing need be put in the place of any.
@@ -422,23 +433,24 @@ def _graph(
             loss = cast(Any, elbo).differentiable_loss(there.model, there.guide, *there.args, **there.kwargs)
             if not (isinstance(loss, Tensor) and loss.requires_grad):
                 raise UntraceableError("the loss depends on no parameter")
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            constrained = [s.transform(s.parameter).detach() for s in statements if s.transform is not None]
-        used[:] = [gradient is not None for gradient in gradients]
+            wanted = [parameter for parameter in parameters if parameter.requires_grad]
+            gradients: tuple[Tensor | None, ...] = torch.autograd.grad(loss, wanted, allow_unused=True)
+            constrained = [s.transform(s.parameter).detach() for s in statements if s.transform]
+        trained[:] = [p for p, gradient in zip(wanted, gradients, strict=True) if gradient is not None]
         return (loss.detach(), *constrained, *[gradient for gradient in gradients if gradient is not None])
 
-    graph = trace(loss_and_gradients, [*parameters, *call.tensors])
+    graph = trace(loss_and_gradients, [*parameters, *given])
     others = [tensor for tensor in graph.buffers() if tensor.requires_grad]
     if others:  # trained without a param statement, as parameters of plain modules are
         parameters.extend(others)
-        graph = trace(loss_and_gradients, [*parameters, *call.tensors])
+        graph = trace(loss_and_gradients, [*parameters, *given])
     refuse_side_effects(graph, random=True)
-    inputs = [*parameters, *call.tensors]
+    inputs = [*parameters, *given]
     with torch.no_grad():
         if changes_tensors(graph):  # simplification is for operations that don't
             graph = trace(torch.func.functionalize(graph, remove="mutations"), inputs)
         graph = simplify(graph, inputs)
-    return graph, parameters, [p for p, needed in zip(parameters, used, strict=True) if needed]
+    return graph, parameters, trained
 
 
 def _first(graph: fx.GraphModule, count: int) -> fx.GraphModule:
@@ -453,10 +465,14 @@ def _first(graph: fx.GraphModule, count: int) -> fx.GraphModule:
 @contextmanager
 def _tensors_for_numbers(elbo: ELBO) -> Iterator[None]:
     """Let an ELBO keep tensors where it takes numbers from them, and not look whether they are NaN."""
-    instead = {
-        "torch_item": lambda x: x.detach() if isinstance(x, Tensor) else x,
-        "warn_if_nan": lambda value, *args, **kwargs: value,
-    }
+
+    def as_it_is(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return x.detach() if isinstance(x, Tensor) else x
+
+    def unseen(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return x
+
+    instead = {"torch_item": as_it_is, "warn_if_nan": unseen}
     modules = {sys.modules[cls.__module__] for cls in type(elbo).__mro__}
     before = [
         (module, name, getattr(module, name))

@@ -79,7 +79,7 @@ class _Recorder(TorchDispatchMode):
                 f"the model's course depends on the value of a tensor, as by an if or item() ({func})"
             )
         if random and func._schema.is_mutable:
-            node = self._draw(func, *given, result)
+            node = self._draw(func, given[0], given[1], result)
         else:
             node = self.graph.call_function(func, *given)
         if varying:
@@ -99,7 +99,7 @@ class _Recorder(TorchDispatchMode):
         if args[0].op != "call_function":
             raise UntraceableError(f"the model changes a tensor in place ({func})")
         if func in _STANDARD and args[1:] in ((), _STANDARD[func][1]):
-            like = {"dtype": result.dtype, "device": result.device}
+            like: dict[str, Any] = {"dtype": result.dtype, "device": result.device}
             return self.graph.call_function(_STANDARD[func][0], (list(result.shape),), like)
         name = func._schema.name.removeprefix("aten::").removesuffix("_")
         packet = aten.normal_functional if name == "normal" else getattr(aten, name)

@@ -441,6 +441,42 @@ def test_new_parameters_are_followed() -> None:
     assert set(pyro.get_param_store().keys()) == {"a", "b"} and loss.reason is None
 
 
+def test_frozen_parameters_are_followed() -> None:
+    """They are inputs, without a gradient; freed, they have one again."""
+    made = Module()
+    guide, loss = AutoNormal(made), RecordedELBO()
+    guide(DATA)
+    for frozen in (True, False):
+        made.shift.requires_grad_(not frozen)
+        for value in (0.5, 3.0):
+            made.shift.data.fill_(value)
+            made.shift.grad = None
+            pyro.set_rng_seed(0)
+            result = loss.loss_and_grads(made, guide, DATA)
+            assert (made.shift.grad is None) == frozen
+            pyro.set_rng_seed(0)
+            assert result == pytest.approx(Trace_ELBO().loss(made, guide, DATA), rel=1e-10)
+    assert loss.reason is None
+
+
+def test_arguments_are_known_apart() -> None:
+    """From each other, though the same tensor at first, and from the same tensor as a global one."""
+
+    def two(x: Tensor, y: Tensor) -> None:
+        loc = pyro.sample("loc", dist.Normal(DATA.mean(), 1.0))
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.Normal(loc * x, 1.0), obs=y)
+
+    guide, loss = AutoNormal(two), RecordedELBO()
+    guide(DATA, DATA)
+    for args in ((DATA, DATA), (DATA, DATA + 1), (2 * DATA, DATA)):
+        pyro.set_rng_seed(0)
+        result = loss.loss(two, guide, *args)
+        pyro.set_rng_seed(0)
+        assert result == pytest.approx(Trace_ELBO().loss(two, guide, *args), rel=1e-10)
+    assert loss.reason is None and len(loss._recorded) == 1
+
+
 def test_random_numbers_and_gradients_are_left_alone() -> None:
     """Recording draws many random numbers, and none of the user's."""
     guide = AutoNormal(model)
