@@ -4,7 +4,9 @@ Run it with ``python -m nox -s bench``, or ``python benchmarks/bayesian_module.p
 has 784-128-10 units, minibatches 128 of 60,000 rows; both have Pyro's ``AutoNormal`` and ``Adam``. They take
 turns on one thread. First the gradients are compared, in double precision, at the same draw of the guide.
 
-* ``svi step``: of ``pyro.infer.SVI``;
+* ``recorded``: a step of ``pyro.infer.SVI``, ours with ``RecordedELBO``, the peer with ``Trace_ELBO``;
+* ``peer recorded``: the same with the peer's network on both sides, to tell what recording alone brings;
+* ``svi step``: without recording;
 * ``log joint``: the model alone, its log density and the gradient at a point;
 * ``no model``: a step of the guide for sites of the same shapes whose density is a constant. What the model
   costs can be saved, this can't: it is the least that the ratio of a step can come to with that guide.
@@ -22,7 +24,7 @@ import pyro.distributions as dist
 import torch
 from _runner import compare, save, show
 from pyro import poutine
-from pyro.infer import SVI, Trace_ELBO
+from pyro.infer import ELBO, SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from pyro.nn import PyroModule, PyroSample
 from pyro.optim import Adam
@@ -93,10 +95,21 @@ def guided(model: Model, *batch: Tensor) -> AutoNormal:
     return guide
 
 
-def step_of(model: Model, *batch: Tensor) -> Callable[[], Any]:
+def step_of(model: Model, *batch: Tensor, loss: ELBO | None = None) -> Callable[[], Any]:
     """One step of SVI."""
-    svi = SVI(model, guided(model, *batch), Adam({"lr": 1e-3}), Trace_ELBO())
+    svi = SVI(model, guided(model, *batch), Adam({"lr": 1e-3}), Trace_ELBO() if loss is None else loss)
     return lambda: svi.step(*batch)
+
+
+def recorded_step_of(model: Model, *batch: Tensor) -> Callable[[], Any]:
+    """The same of a recorded ELBO, after the steps that record and compare it."""
+    loss = ps.RecordedELBO()
+    step = step_of(model, *batch, loss=loss)
+    for _ in range(4):
+        step()
+    if loss.reason is not None:
+        raise RuntimeError(loss.reason)
+    return step
 
 
 def log_joint_of(model: Model, *batch: Tensor) -> Callable[[], Any]:
@@ -111,23 +124,25 @@ def log_joint_of(model: Model, *batch: Tensor) -> Callable[[], Any]:
     return run
 
 
-def gradients_of(model: Model, *batch: Tensor) -> list[Tensor]:
-    """Of the ELBO, by the guide's parameters."""
+def gradients_of(model: Model, elbo: ELBO, *batch: Tensor) -> list[Tensor]:
+    """Of the ELBO, by the guide's parameters, on the second call: by the graph if it is recorded."""
     pyro.clear_param_store()
     guide = guided(model, *batch)
+    elbo.loss(model, guide, *batch)
     pyro.set_rng_seed(0)
-    Trace_ELBO().differentiable_loss(model, guide, *batch).backward()
+    elbo.loss_and_grads(model, guide, *batch)
     return [parameter.grad for parameter in guide.parameters()]
 
 
 def difference(*batch: Tensor) -> float:
-    """The largest between the gradients of both, relative to the largest gradient."""
+    """The largest between our gradients, recorded, and the peer's, relative to the largest gradient."""
     torch.set_default_dtype(torch.float64)
     batch = (batch[0].double(), *batch[1:])
-    both = [gradients_of(model, *batch) for model in (bayesian_module(), WithPyroSamples())]
+    own = gradients_of(bayesian_module(), ps.RecordedELBO(), *batch)
+    other = gradients_of(WithPyroSamples(), Trace_ELBO(), *batch)
     torch.set_default_dtype(torch.float32)
-    scale = max(float(gradient.abs().max()) for gradient in both[1])
-    return max(float((own - other).abs().max()) for own, other in zip(*both, strict=True)) / scale
+    scale = max(float(gradient.abs().max()) for gradient in other)
+    return max(float((one - two).abs().max()) for one, two in zip(own, other, strict=True)) / scale
 
 
 def main() -> None:
@@ -142,14 +157,16 @@ def main() -> None:
     deviation = difference(*batch)
     print(f"gradients differ by {deviation:.1e}, relative")
     cases = {
-        "svi step": (step_of, bayesian_module()),
-        "log joint": (log_joint_of, bayesian_module()),
-        "no model": (step_of, no_model),
+        "recorded": (recorded_step_of, step_of, bayesian_module()),
+        "peer recorded": (recorded_step_of, step_of, WithPyroSamples()),
+        "svi step": (step_of, step_of, bayesian_module()),
+        "log joint": (log_joint_of, log_joint_of, bayesian_module()),
+        "no model": (step_of, step_of, no_model),
     }
     rows = []
-    for name, (work, model) in cases.items():
+    for name, (own_work, work, model) in cases.items():
         pyro.clear_param_store()
-        ours, peer = work(model, *batch), work(WithPyroSamples(), *batch)
+        ours, peer = own_work(model, *batch), work(WithPyroSamples(), *batch)
         ours(), peer()
         rows.append(compare(name, ours, peer, seconds=options.seconds, block=5))
     show(rows)

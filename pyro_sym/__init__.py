@@ -10,6 +10,7 @@ from pyro_sym import nn as nn
 from pyro_sym.errors import DivergenceError, NoDensityError, SymmetryError
 from pyro_sym.export import dataset, from_pyro, from_pyro_svi, log_likelihood
 from pyro_sym.infer.autoguide import AutoSymmetrized, AutoSymmetrizedNormal, SymmetryGain
+from pyro_sym.infer.elbo import RecordedELBO
 from pyro_sym.infer.kernels import BAOA, SGHMC, SGLD, SGNHT, LeimkuhlerMatthews
 from pyro_sym.infer.potential import Potential
 from pyro_sym.infer.preconditioners import Diagonal, PerSite, RMSprop
@@ -55,6 +56,7 @@ __all__ = [
     "Potential",
     "Product",
     "RMSprop",
+    "RecordedELBO",
     "SignFlip",
     "StochasticGradientKernel",
     "Symmetry",

@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from pyro_sym.infer.graph import Simplifier, UntraceableError, aten
+from pyro_sym.infer.graph import Simplifier, UntraceableError, aten, drop_unused
 
 __all__ = ["fewer_passes"]
 
@@ -23,9 +23,10 @@ def fewer_passes(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphMod
 
     .. math::
 
-        \textstyle\sum (a x + b) = a \sum x + n b, \qquad \sum x^2 = x \cdot x, \qquad x + a A B,
+        \textstyle\sum (a x + b) = a \sum x + n b, \qquad \sum x^2 = x \cdot x, \qquad x + a A B, \qquad
+        x + a y z,
 
-    the last of them by one call, and :math:`x - \log \sum \exp x` by another. The graph is run once at
+    the last two by one call each, and :math:`x - \log \sum \exp x` by another. The graph is run once at
     ``inputs``, as :func:`~pyro_sym.infer.graph.simplify` does.
     """
     try:
@@ -172,12 +173,26 @@ class _Regrouper(Simplifier):
             parts = [self._affine(part) for part in cast(list[Any], node.args[0])]
             terms = [part for part in parts if part is not None]
             return functools.reduce(self._plus, terms) if len(terms) == len(parts) else None
+        if node.target is aten.add.Tensor and any(map(self._is_square, node.args)):
+            one, other = [self._affine(part) for part in node.args]
+            shape = self.values[node].shape
+            if one and other and self.values[one.node].shape == self.values[other.node].shape == shape:
+                first, second = [cast(_Affine, self._sum(aten.sum.default, part)) for part in (one, other)]
+                return self._plus(first, second.times(cast(float, node.kwargs.get("alpha", 1))))
         if node.target is aten.pow.Tensor_Scalar and node.args[1] == 2:
             base = cast(fx.Node, node.args[0])
             if self.values[base].is_contiguous() and self.values[base].numel() <= _EXACT:
                 flat = super()._call(aten.view.default, (base, [-1]), {})
                 return _Affine(super()._call(aten.dot.default, (flat, flat), {}))
         return None
+
+    def _is_square(self, arg: Any) -> bool:
+        affine = self._affine(arg)
+        return (
+            affine is not None
+            and affine.node.target is aten.pow.Tensor_Scalar
+            and affine.node.args[1:] == (2,)
+        )
 
     def _view(self, target: Any, arg: Any, *how: Any) -> Any:
         if isinstance(arg, fx.Node):  # if laid out as what it is a view of, it is that: transposed twice
@@ -189,20 +204,27 @@ class _Regrouper(Simplifier):
         return replace(affine, node=super()._call(target, (affine.node, *how), {}))
 
     def _add_within_products(self, graph: fx.Graph) -> None:
-        """Let matrix products add what is added to them."""
+        """Let products add what is added to them."""
         sums = [node for node in graph.nodes if node.target is aten.add.Tensor]
         for node in sums:
             factor = node.kwargs.get("alpha", 1)
             left, right = node.args
-            for one, other, factors in ((left, right, {"beta": factor}), (right, left, {"alpha": factor})):
+            for one, other, of_one, of_other in ((left, right, 1, factor), (right, left, factor, 1)):
                 if not (isinstance(one, fx.Node) and isinstance(other, fx.Node)):
                     break
-                if one.target in _ADDING and len(one.users) == 1 and self._like(other, self.values[one]):
-                    with graph.inserting_before(node):
-                        at_once = graph.call_function(_ADDING[one.target], (other, *one.args), factors)
-                    node.replace_all_uses_with(at_once)
-                    break
-        graph.eliminate_dead_code()
+                if one.target not in _ADDING or len(one.users) > 1 or not self._like(other, self.values[one]):
+                    continue
+                factors = {"alpha": of_one, "beta": of_other}
+                if one.target is aten.mul.Tensor:
+                    if of_other != 1 or not all(map(self._affine, one.args)):
+                        continue
+                    factors = {"value": of_one}
+                with graph.inserting_before(node):
+                    at_once = graph.call_function(_ADDING[one.target], (other, *one.args), factors)
+                self.values[at_once] = self.values[node]
+                node.replace_all_uses_with(at_once)
+                break
+        drop_unused(graph)
 
 
 # A dot product has few partial sums: of 10⁵ numbers in single precision it is right to 3e-7, of 10⁶ to 3e-6.
@@ -217,7 +239,11 @@ _VIEWS = {
     aten._unsafe_view.default,
     aten.view.default,
 }
-_ADDING = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.default}
+_ADDING = {
+    aten.bmm.default: aten.baddbmm.default,
+    aten.mm.default: aten.addmm.default,
+    aten.mul.Tensor: aten.addcmul.default,
+}
 _RULES: dict[Any, Callable[..., Any]] = {
     aten.neg.default: _Regrouper._negative,
     aten.mul.Tensor: _Regrouper._product,

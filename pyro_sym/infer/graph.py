@@ -17,6 +17,7 @@ __all__ = [
     "Simplifier",
     "UntraceableError",
     "changes_tensors",
+    "drop_unused",
     "for_vmap",
     "refuse_side_effects",
     "simplify",
@@ -67,15 +68,20 @@ class _Recorder(TorchDispatchMode):
         if func is aten.lift_fresh.default:  # a tensor that the function makes from Python numbers
             func, args = aten.lift_fresh_copy.default, (args[0].detach(),)
         given = tree_map(self._node_of, (args, kwargs or {}))
-        varying = any(n in self.varying for n in tree_leaves(given) if isinstance(n, fx.Node))
+        random = _is_random(func)
+        of_inputs = any(n in self.varying for n in tree_leaves(given) if isinstance(n, fx.Node))
+        varying = random or (of_inputs and func not in _OF_SHAPE)
         result = func(*args, **kwargs or {})
         tensors = [r for r in tree_leaves(result) if isinstance(r, Tensor)]
         of_values = torch.Tag.dynamic_output_shape in func.tags and func not in _INDEXING
-        if varying and (of_values or not tensors):
+        if varying and (of_values or not tensors) and func not in _CHECKS:
             raise UntraceableError(
                 f"the model's course depends on the value of a tensor, as by an if or item() ({func})"
             )
-        node = self.graph.call_function(func, *given)
+        if random and func._schema.is_mutable:
+            node = self._draw(func, given[0], given[1], result)
+        else:
+            node = self.graph.call_function(func, *given)
         if varying:
             self.varying.add(node)
         if isinstance(result, Tensor):
@@ -87,6 +93,19 @@ class _Recorder(TorchDispatchMode):
                     if varying:
                         self.varying.add(item)
         return result
+
+    def _draw(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> fx.Node:
+        """Random numbers as a new tensor, where the function fills one that it has just made."""
+        if args[0].op != "call_function":
+            raise UntraceableError(f"the model changes a tensor in place ({func})")
+        if func in _STANDARD and args[1:] in ((), _STANDARD[func][1]):
+            like: dict[str, Any] = {"dtype": result.dtype, "device": result.device}
+            return self.graph.call_function(_STANDARD[func][0], (list(result.shape),), like)
+        name = func._schema.name.removeprefix("aten::").removesuffix("_")
+        packet = aten.normal_functional if name == "normal" else getattr(aten, name)
+        overload = {"float": "p"}.get(func._overloadname, func._overloadname)
+        defaults = [a.default_value for a in func._schema.arguments[len(args) :] if not a.kwarg_only]
+        return self.graph.call_function(getattr(packet, overload), (*args, *defaults), kwargs)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -113,6 +132,20 @@ class _Recorder(TorchDispatchMode):
 
 
 _INDEXING = {aten.index.Tensor}  # so tagged for boolean indices; those are found out by their values
+_CHECKS = {aten._linalg_check_errors.default}  # raise or do nothing
+_STANDARD = {
+    aten.normal_.default: (aten.randn.default, (0.0, 1.0)),
+    aten.uniform_.default: (aten.rand.default, (0.0, 1.0)),
+}
+
+
+def _is_random(target: Any) -> bool:
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Take out what has no effect: neither on the outputs, nor on random numbers, nor by raising."""
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure() or node.target in _CHECKS)
 
 
 def changes_tensors(graph: fx.GraphModule) -> bool:
@@ -131,18 +164,18 @@ def for_vmap(graph: fx.GraphModule) -> fx.GraphModule:
                 log_yes = call(operator.getitem, (call(aten.log_sigmoid_forward.default, (logits,)), 0))
                 loss = call(aten.sub.Tensor, (call(aten.mul.Tensor, (no, logits)), log_yes))
             node.replace_all_uses_with(loss)
-    graph.graph.eliminate_dead_code()
+    drop_unused(graph.graph)
     graph.recompile()
     return graph
 
 
-def refuse_side_effects(graph: fx.GraphModule) -> None:
-    """Raise where a graph draws random numbers, or changes a tensor that outlives the call."""
+def refuse_side_effects(graph: fx.GraphModule, *, random: bool = False) -> None:
+    """Raise where a graph changes a tensor that outlives the call, or draws random numbers, unless it may."""
     fresh: set[fx.Node] = set()
     for node in graph.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
-        if torch.Tag.nondeterministic_seeded in node.target.tags:
+        if _is_random(node.target) and not random:
             raise UntraceableError(f"the model draws random numbers ({node.target})")
         if "batch_norm" in node.target.name() and node.args[5] is True:
             raise UntraceableError("batch normalisation in training mode updates its running statistics")
@@ -158,7 +191,7 @@ def simplify(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
     """Take out of a graph what does nothing, what is done twice and what depends on no input.
 
     The graph is run once at ``inputs``, so that shapes and constants are known; it must be free of side
-    effects.
+    effects. Random numbers are drawn anew in each run, as many and in the same order as before.
     """
     try:
         return Simplifier(graph).run(inputs)
@@ -198,7 +231,7 @@ class Simplifier:
                     self.new.output(
                         tuple(self._as_node(env[n]) for n in node.args[0]),
                     )
-        self.new.eliminate_dead_code()
+        drop_unused(self.new)
         used = {str(n.target) for n in self.new.nodes if n.op == "get_attr"}
         root = torch.nn.Module()
         for name in used:
@@ -211,7 +244,8 @@ class Simplifier:
         operands = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
         if target is operator.getitem and not isinstance(args[0], fx.Node):
             return args[0][args[1]]
-        if not operands:
+        random = _is_random(target)
+        if not operands and not random:
             return target(*args, **kwargs)
         value = target(*self._values(args), **self._values(kwargs))
         if target in _OF_SHAPE:
@@ -224,7 +258,8 @@ class Simplifier:
         if target is aten.cat.default and len(args[0]) == 1:
             return args[0][0]
         args, kwargs = tree_map(self._placed, (args, kwargs))
-        key = _hashable((target, args, sorted(kwargs.items())))
+        # Two draws of the same law are two draws.
+        key = object() if random else _hashable((target, args, sorted(kwargs.items())))
         if key not in self.known:
             node = self.known[key] = self.new.call_function(target, args, kwargs)
             self.values[node] = value
