@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pyro_sym import _arviz
 from pyro_sym.program import in_subsampled_plate, init_to_prior
-from pyro_sym.symmetry.align import Alignment, align
+from pyro_sym.symmetry.align import align
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation
 from pyro_sym.symmetry.flat import flatten, leaves

@@ -1,6 +1,6 @@
 """What may change without changing the model."""
 
-from pyro_sym.symmetry.align import Alignment, align
+from pyro_sym.symmetry.align import align
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
 from pyro_sym.symmetry.model import check_symmetry
