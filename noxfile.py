@@ -53,10 +53,11 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Time a step of SVI: symmetrised against plain, ``-- --json FILE`` to keep it; of a BayesianModule."""
+    """Time SVI, symmetrised against plain (``-- --json FILE`` keeps it), a BayesianModule, log likelihoods."""
     install(session, extras="[quickstart]")
     session.run("python", "benchmarks/svi_step.py", *session.posargs)
     session.run("python", "benchmarks/bayesian_module.py")
+    session.run("python", "benchmarks/log_likelihood.py")
 
 
 @nox.session(default=False)

@@ -7,7 +7,7 @@ stochastic-gradient MCMC, and exports draws to ArviZ aligned modulo the symmetry
 
 from pyro_sym import nn as nn
 from pyro_sym.errors import DivergenceError, NoDensityError, SymmetryError
-from pyro_sym.export import dataset, from_pyro, from_pyro_svi
+from pyro_sym.export import allocation_probabilities, dataset, from_pyro, from_pyro_svi, log_likelihood
 from pyro_sym.infer.autoguide import AutoSymmetrized, AutoSymmetrizedNormal, SymmetryGain
 from pyro_sym.infer.kernels import BAOA, SGHMC, SGLD, SGNHT, LeimkuhlerMatthews
 from pyro_sym.infer.potential import Potential
@@ -19,14 +19,19 @@ from pyro_sym.infer.vectorized import VectorizedMCMC, deep_ensemble
 from pyro_sym.nn import BayesianModule
 from pyro_sym.symmetry import (
     Alignment,
+    NetworkSymmetry,
     Permutation,
     Product,
     SignFlip,
     Symmetry,
     Viewed,
     align,
+    align_allocations,
+    align_by_order,
     check_symmetry,
+    find_symmetry,
     normalise_scales,
+    symmetry_of,
 )
 
 __all__ = [
@@ -43,6 +48,7 @@ __all__ = [
     "Diagonal",
     "DivergenceError",
     "LeimkuhlerMatthews",
+    "NetworkSymmetry",
     "NoDensityError",
     "PerSite",
     "Permutation",
@@ -58,11 +64,17 @@ __all__ = [
     "VectorizedMCMC",
     "Viewed",
     "align",
+    "align_allocations",
+    "align_by_order",
+    "allocation_probabilities",
     "check_symmetry",
     "dataset",
     "deep_ensemble",
+    "find_symmetry",
     "from_pyro",
     "from_pyro_svi",
     "kinetic_band",
+    "log_likelihood",
     "normalise_scales",
+    "symmetry_of",
 ]

@@ -28,7 +28,7 @@ def has_sample_dims(group: str) -> bool:
 def build(
     groups: Mapping[str, Mapping[str, np.ndarray]],
     *,
-    coords: Mapping[str, Any],
+    coords: Mapping[str, Mapping[str, Any]],
     dims: Mapping[str, Mapping[str, list[str]]],
     attrs: Mapping[str, Any],
 ) -> Any:
@@ -36,7 +36,7 @@ def build(
 
     Args:
         groups: arrays by group and variable, of shape ``(chain, draw, *shape)``, or ``shape`` for data.
-        coords: labels by dim.
+        coords: labels by group and dim.
         dims: names of the dims of ``shape``, by group and variable.
         attrs: attributes of the whole, of types that netCDF can hold.
 
@@ -53,7 +53,9 @@ def build(
         with warnings.catch_warnings():
             # Not a slip here: which dim is which is known.
             warnings.filterwarnings("ignore", "More chains|Found chain", UserWarning)
-            datasets[group] = az.dict_to_dataset(dict(arrays), coords=coords, dims=dims[group], **keyword)
+            datasets[group] = az.dict_to_dataset(
+                dict(arrays), coords=coords[group], dims=dims[group], **keyword
+            )
     if is_old:
         return az.InferenceData(**datasets, attrs=dict(attrs))
     import xarray

@@ -19,13 +19,24 @@ from pyro.infer import config_enumerate
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.ops import packed as packed_ops
 from pyro.ops.contract import contract_tensor_tree
+from pyro.ops.rings import LogRing
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-__all__ = ["LatentSite", "Program", "SubsampledPlate", "in_subsampled_plate", "init_to_prior", "uniform_draw"]
+__all__ = [
+    "GivenIndices",
+    "LatentSite",
+    "Program",
+    "SubsampledPlate",
+    "in_subsampled_plate",
+    "init_to_prior",
+    "marginal_terms",
+    "subsampled_plates",
+    "uniform_draw",
+]
 
 Values = Mapping[str, Tensor]
 
@@ -59,7 +70,7 @@ class SubsampledPlate:
     device: torch.device
 
 
-class _GivenIndices(Messenger):
+class GivenIndices(Messenger):
     """Hands the indices of subsampled plates to the model, in place of Pyro's own random ones."""
 
     def __init__(self, indices: Values) -> None:
@@ -78,6 +89,41 @@ class _GivenIndices(Messenger):
         msg["done"] = True
 
 
+class _StandIns(Messenger):
+    """Shows a handler inside of it values without contents, where ``vmap`` would have it see none at all."""
+
+    def __init__(self, hidden: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        try:
+            msg["value"].data  # noqa: B018
+        except RuntimeError:
+            self.hidden[msg["name"]] = msg["value"]
+            msg["value"] = torch.empty(msg["value"].shape, device="meta")
+
+
+class _Originals(Messenger):
+    """Puts the values back."""
+
+    def __init__(self, hidden: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        msg["value"] = self.hidden.pop(msg["name"], msg["value"])
+
+
+def _enumerating(model: Callable[..., Any], first_available_dim: int) -> Callable[..., Any]:
+    """The model with discrete sites enumerated. Pyro's handler asks for ``value.data``, to see its shape."""
+    hidden: dict[str, Tensor] = {}
+    enumerated = poutine.enum(
+        _Originals(hidden)(config_enumerate(model)), first_available_dim=first_available_dim
+    )
+    return _StandIns(hidden)(enumerated)
+
+
 def _is_subsampled(fn: _Subsample) -> bool:
     return fn.subsample_size is not None and fn.subsample_size < fn.size
 
@@ -85,6 +131,17 @@ def _is_subsampled(fn: _Subsample) -> bool:
 def in_subsampled_plate(frames: Iterable[CondIndepStackFrame]) -> bool:
     """Whether one of the plates around a site shows a part of its rows only."""
     return any(frame.full_size is not None and frame.size < frame.full_size for frame in frames)
+
+
+def subsampled_plates(trace: poutine.Trace) -> dict[str, SubsampledPlate]:
+    """The plates of a model's trace that choose which of their rows they show."""
+    return {
+        site["name"]: SubsampledPlate(
+            site["name"], site["fn"].size, site["fn"].subsample_size, site["value"].device
+        )
+        for site in _samples(trace)
+        if isinstance(site["fn"], _Subsample) and _is_subsampled(site["fn"])
+    }
 
 
 def init_to_prior(site: Any) -> Tensor:
@@ -141,13 +198,7 @@ class Program:
             trace = self._run_prototype()
         nesting = [-f.dim for s in _samples(trace) for f in s["cond_indep_stack"] if f.vectorized]
         self.max_plate_nesting: int = max(nesting, default=0)
-        self.plates = {
-            site["name"]: SubsampledPlate(
-                site["name"], site["fn"].size, site["fn"].subsample_size, site["value"].device
-            )
-            for site in _samples(trace)
-            if isinstance(site["fn"], _Subsample) and _is_subsampled(site["fn"])
-        }
+        self.plates = subsampled_plates(trace)
         latents = [s for s in _samples(trace) if not s["is_observed"] and not isinstance(s["fn"], _Subsample)]
         self.enumerated = tuple(s["name"] for s in latents if s["fn"].has_enumerate_support)
         self.latents = {
@@ -168,7 +219,7 @@ class Program:
                     "marginalise it in the model, or give it a distribution with finite support"
                 )
         if self.enumerated:
-            model = poutine.enum(config_enumerate(model), first_available_dim=-1 - self.max_plate_nesting)
+            model = _enumerating(model, -1 - self.max_plate_nesting)
         self._runnable = model
 
     def _run_prototype(self) -> poutine.Trace:
@@ -208,18 +259,22 @@ class Program:
                 f"no value for latent site {missing[0]!r}; the model's latent sites are {list(self.latents)}"
             )
         given = {name: values[name] for name in self.latents}
-        with poutine.block(), _GivenIndices(indices or {}):
+        with poutine.block(), GivenIndices(indices or {}):
             conditioned = poutine.condition(self._runnable, data=given)
             trace = poutine.trace(conditioned).get_trace(*self.args, **self.kwargs)
         trace.compute_log_prob()
         return trace
 
-    def log_joint_terms(self, values: Values, indices: Values | None = None) -> dict[str, Tensor]:
+    def log_joint_terms(
+        self, values: Values, indices: Values | None = None, *, ring: LogRing | None = None
+    ) -> dict[str, Tensor]:
         """The log joint, a scalar a site; sites that depend on summed-out ones are one term together.
 
         Args:
             values: constrained values by latent site, each of the site's native shape.
             indices: indices by subsampled plate.
+            ring: how enumerated sites are summed out; by default Pyro's way, which gradients flow through,
+                but which ``vmap`` refuses.
 
         Returns:
             Scalars by site name, in the model's order. A joint term of sites ``y`` and ``z`` is named
@@ -230,19 +285,29 @@ class Program:
             return {
                 s["name"]: s["log_prob_sum"] for s in _samples(trace) if not isinstance(s["fn"], _Subsample)
             }
-        return _marginal_terms(trace)
+        return marginal_terms(trace, ring)
 
-    def log_joint(self, values: Values, indices: Values | None = None) -> Tensor:
+    def log_joint(
+        self, values: Values, indices: Values | None = None, *, ring: LogRing | None = None
+    ) -> Tensor:
         """The log joint, as a scalar tensor; arguments as in :meth:`log_joint_terms`."""
-        return torch.stack(list(self.log_joint_terms(values, indices).values())).sum()
+        return torch.stack(list(self.log_joint_terms(values, indices, ring=ring).values())).sum()
 
 
 def _samples(trace: poutine.Trace) -> list[Any]:
     return [site for site in trace.nodes.values() if site["type"] == "sample"]
 
 
-def _marginal_terms(trace: poutine.Trace) -> dict[str, Tensor]:
-    """Sum the enumerated sites of a trace out; masks go inside the sum, the common scale outside."""
+def marginal_terms(trace: poutine.Trace, ring: LogRing | None = None) -> dict[str, Tensor]:
+    """Sum the enumerated sites of a trace out; masks go inside the sum, the common scale outside.
+
+    Args:
+        trace: of a model in which some sites are enumerated, with log probabilities computed.
+        ring: as for :meth:`Program.log_joint_terms`.
+
+    Returns:
+        As :meth:`Program.log_joint_terms`.
+    """
     trace.pack_tensors()
     sites = [s for s in _samples(trace) if not isinstance(s["fn"], _Subsample)]
     plates = {
@@ -271,7 +336,7 @@ def _marginal_terms(trace: poutine.Trace) -> dict[str, Tensor]:
             "put them into the same subsampled plate or poutine.scale"
         )
     with shared_intermediates():
-        contracted = contract_tensor_tree(factors, summed)
+        contracted = contract_tensor_tree(factors, summed, ring=ring)
     total = sum(term.sum() for group in contracted.values() for term in group)
     terms["+".join(joint)] = scales[0] * total
     return terms

@@ -6,7 +6,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.distributions import Distribution
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from pyro_sym.infer.algebra import fewer_passes
 from pyro_sym.infer.graph import (
     Function,
     UntraceableError,
@@ -206,6 +207,11 @@ class Gradient:
                 function = fast
             except (CompilationError, UntraceableError) as error:
                 self._do_not_compile(error)
+        else:
+            with suppress(UntraceableError):  # the graph as it is will do
+                fast = straight_line(fewer_passes(graph, inputs), inputs)
+                reference.check(fast)
+                function = fast
         self._prepared[key] = function
 
     def _run_the_model(self, error: UntraceableError, seconds: float) -> None:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
+    "Simplifier",
     "UntraceableError",
     "changes_tensors",
     "for_vmap",
@@ -160,12 +161,12 @@ def simplify(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
     effects.
     """
     try:
-        return _Simplifier(graph).run(inputs)
+        return Simplifier(graph).run(inputs)
     except Exception as error:  # an operation that no rule foresaw: the model can still be run as it is
         raise UntraceableError(f"its graph can't be simplified: {type(error).__name__}: {error}") from error
 
 
-class _Simplifier:
+class Simplifier:
     """Rebuilds a graph node by node, each beside its value."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
@@ -177,6 +178,7 @@ class _Simplifier:
         self.constants: dict[Any, fx.Node] = {}
 
     def run(self, inputs: Sequence[Tensor]) -> fx.GraphModule:
+        """The new graph."""
         given = iter(inputs)
         env: dict[fx.Node, Any] = {}  # old nodes: a new node, or a constant
         with torch.no_grad():
@@ -354,6 +356,12 @@ def straight_line(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Function:
             return repr(arg)
         return bound(arg)  # floats, too: inf has no literal
 
+    def lent(node: fx.Node) -> bool:
+        """Whether an output shares the memory of an input or a constant: the caller is to own it."""
+        memory = values[node].untyped_storage().data_ptr()
+        owners = [values[n] for n in nodes if n.op in ("placeholder", "get_attr")]
+        return memory in [owner.untyped_storage().data_ptr() for owner in owners]
+
     with torch.no_grad():
         for node in nodes:
             if node.op == "placeholder":
@@ -372,7 +380,8 @@ def straight_line(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Function:
                     call = f"{bound(function)}({', '.join(arguments)})"
                 lines.append(f"{node.name} = {call}")
             else:
-                lines.append(f"return {text(tuple(node.args[0]))}")
+                outputs = [text(n) + (".clone()" if lent(n) else "") for n in node.args[0]]
+                lines.append(f"return {', '.join(outputs)},")
                 continue
             spent = [n.name for n in node.all_input_nodes if last_use[n] is node and n.op == "call_function"]
             if spent:

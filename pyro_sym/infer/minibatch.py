@@ -53,7 +53,7 @@ def draw_rows(plate: SubsampledPlate, shape: tuple[int, ...] = ()) -> Tensor:
     """
     size, count, device = plate.size, plate.subsample_size, plate.device
     number = math.prod(shape)
-    if size > max(5_000, 4 * count * number):  # measured break-even
+    if number <= most_at_once(plate):
         return _without_repeats(size, (number, count), device).reshape(*shape, count)
     permutation = torch.randperm(size, device=device)
     if number == 1:
@@ -61,6 +61,12 @@ def draw_rows(plate: SubsampledPlate, shape: tuple[int, ...] = ()) -> Tensor:
     round_and_round = torch.cat([permutation, permutation[: count - 1]])
     windows = round_and_round.unfold(0, count, 1)[torch.randint(size, (number,), device=device)]
     return windows.reshape(*shape, count)
+
+
+def most_at_once(plate: SubsampledPlate) -> int:
+    """How many minibatches are drawn row by row, and so are independent: beyond, a permutation is cheaper."""
+    size = plate.size
+    return (size - 1) // (4 * plate.subsample_size) if size > 5_000 else 0  # measured break-even
 
 
 def draw_indices(plates: Mapping[str, SubsampledPlate], *shape: int) -> dict[str, Tensor]:
@@ -95,14 +101,26 @@ class PlateRows:
     def __init__(self, plates: Mapping[str, SubsampledPlate], num_chains: int, shared: bool = False) -> None:
         self.plates = plates
         self.shape = () if shared else (num_chains,)
+        self._ahead: Iterator[Minibatch] = iter(())
 
     def first(self) -> Minibatch:
         """A minibatch to try the model on."""
         return self.draw()
 
     def draw(self) -> Minibatch:
-        """The minibatch of one step."""
-        return Minibatch(draw_indices(self.plates, *self.shape))
+        """The minibatch of one step, independent of those of all others."""
+        minibatch = next(self._ahead, None)
+        if minibatch is None:
+            drawn = self.draw_many(self._independent_steps())
+            steps = zip(*drawn.values(), strict=True) if drawn else [()]
+            self._ahead = iter([Minibatch(dict(zip(drawn, rows, strict=True))) for rows in steps])
+            minibatch = next(self._ahead)
+        return minibatch
+
+    def _independent_steps(self) -> int:
+        """For how many steps at once rows are still drawn one by one: what a call costs is shared."""
+        steps = [most_at_once(plate) // math.prod(self.shape) for plate in self.plates.values()]
+        return max(1, min(64, *steps)) if steps else 1
 
     def cover(self) -> Iterator[tuple[float, Minibatch]]:
         """Minibatches, all of one weight, in which every row of every plate is seen equally often."""

@@ -123,9 +123,9 @@ def align(
 
     References:
         Stephens (2000), "Dealing with label switching in mixture models", for relabelling by alternating
-        between assignments and estimates. Marin, Mengersen and Robert (2005), "Bayesian modelling and inference
-        on mixtures of distributions", for the pivot. Ainsworth, Hayase and Srinivasa (2023), "Git re-basin", for the
-        descent over the layers of a network.
+        between assignments and estimates. Marin, Mengersen and Robert (2005), "Bayesian modelling and
+        inference on mixtures of distributions", for the pivot. Ainsworth, Hayase and Srinivasa (2023), "Git
+        re-basin", for the descent over the layers of a network.
     """
     draws = Draws(samples, symmetry, group_by_chain)
     if not draws.flat.members:

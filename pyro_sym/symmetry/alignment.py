@@ -179,12 +179,16 @@ class Draws:
         first: tuple[str, tuple[int, ...]] | None = None
         for site, value in samples.items():
             if value.dim() < batch_ndim:
-                raise ValueError(f"draws of site {site!r} have shape {tuple(value.shape)}, expected {expected}")
+                raise ValueError(
+                    f"draws of site {site!r} have shape {tuple(value.shape)}, expected {expected}"
+                )
             batch_shape = tuple(value.shape[:batch_ndim])
             if first is None:
                 first = site, batch_shape
             if batch_shape != first[1]:
-                raise ValueError(f"site {site!r} has draws {batch_shape}, but site {first[0]!r} has {first[1]}")
+                raise ValueError(
+                    f"site {site!r} has draws {batch_shape}, but site {first[0]!r} has {first[1]}"
+                )
             if 0 in batch_shape:
                 raise ValueError(f"there are no draws to align: site {site!r} has shape {tuple(value.shape)}")
         if first is None:
@@ -196,7 +200,7 @@ class Draws:
             if bad.any():
                 index = tuple(bad.nonzero()[0].tolist())
                 raise ValueError(
-                    f"site {site!r} is not finite, first at draw {index} of {first[1]}; drop such draws, or the "
-                    "chain they come from, before aligning"
+                    f"site {site!r} is not finite, first at draw {index} of {first[1]}; drop such draws, or "
+                    "the chain they come from, before aligning"
                 )
         return first[1]

@@ -121,8 +121,8 @@ def align_allocations(
     draws = Draws(samples, symmetry, group_by_chain)
     if len(draws.flat.members) != 1 or not isinstance(draws.flat.members[0], Permutation):
         raise SymmetryError(
-            f"allocations tell the labels of one Permutation, and nothing of the other members of {symmetry}; "
-            "pass that permutation alone, or use align"
+            f"allocations tell the labels of one Permutation, and nothing of the other members of "
+            f"{symmetry}; pass that permutation alone, or use align"
         )
     stream = _Stream.of(draws, probabilities, chunk_size)
     starts = [_Labelling(stream, method, None)]

@@ -32,6 +32,7 @@ class Scaling(NamedTuple):
 
     @classmethod
     def of(cls, group: Product, draws: Mapping[str, Tensor], batch_ndim: int) -> Scaling:
+        """The scaling of given draws."""
         scaling = cls({}, {})
         for site, value in _double(draws, batch_ndim).items():
             units = [a for m in group.members if isinstance(m, Permutation) for a in m.axes.get(site, ())]
@@ -67,6 +68,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, draws: Mapping[str, Tensor]) -> Moments:
+        """The moments of given draws."""
         mean = {site: value.mean(0, keepdim=True) for site, value in draws.items()}
         variance = {
             site: (value - mean[site]).square().mean(0, keepdim=True).clamp(min=VARIANCE_FLOOR)
@@ -83,6 +85,7 @@ class Moments(NamedTuple):
         return torch.stack(per_site).sum(0)
 
     def objective(self, draws: Mapping[str, Tensor]) -> float:
+        """Half the mean distance and log determinant: the negative log likelihood, but for a constant."""
         log_variance = sum(float(variance.log().sum()) for variance in self.variance.values())
         return 0.5 * (float(self.distance(draws).mean()) + log_variance)
 
@@ -106,6 +109,7 @@ class State(NamedTuple):
     images: dict[str, Tensor]
 
     def take(self, rows: Tensor) -> State:
+        """Some of the draws."""
         return State(
             tuple(part[rows] for part in self.elements),
             {site: value[rows] for site, value in self.images.items()},

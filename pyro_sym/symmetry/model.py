@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pyro.infer.autoguide.initialization import InitMessenger
@@ -19,6 +19,8 @@ from pyro_sym.program import Program
 from pyro_sym.symmetry.base import Element, Symmetry
 
 __all__ = ["check_symmetry", "unblocked"]
+
+T = TypeVar("T")
 
 NUM_DRAWS = 3
 NUM_RANDOM_ELEMENTS = 3
@@ -60,41 +62,53 @@ def check_symmetry(model: Callable[..., Any], symmetry: Symmetry, *args: Any, **
         ...
         pyro_sym.errors.SymmetryError: the model is not invariant under swapping 0 and 1 in Permutation(...
     """
+    at_best_precision(partial(check, symmetry=symmetry), model, args, kwargs)
+
+
+def at_best_precision(
+    compute: Callable[[Program, torch.dtype], T],
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> T:
+    """Look at a model in float64 if it runs there, else as it is; torch's random state is put back."""
     model = unblocked(model)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             with _default_dtype(torch.float64):
                 double = partial(tree_map, _to_double)
-                _check(Program(model, double(args), double(kwargs)), symmetry, torch.float64)
-            return
+                return compute(Program(model, double(args), double(kwargs)), torch.float64)
         except RuntimeError as error:
             if "dtype" not in str(error) and "scalar type" not in str(error):
                 raise
-        _check(Program(model, args, kwargs), symmetry, torch.float32)
+        return compute(Program(model, args, kwargs), torch.float32)
 
 
-def _check(program: Program, symmetry: Symmetry, dtype: torch.dtype) -> None:
+def check(program: Program, dtype: torch.dtype, symmetry: Symmetry) -> None:
+    """Compare the log joint at prior draws and at their images."""
     for _ in range(NUM_DRAWS):
-        values, indices = _finite_draw(program, dtype)
-        _refuse_hidden_randomness(program, values, indices)
+        values, indices = finite_draw(program, dtype)
+        refuse_hidden_randomness(program, values, indices)
         symmetry.check_values(values)
+        before = program.log_joint_terms(values, indices)
+        compare = partial(_compare, program, symmetry, values, indices, before, dtype)
         generators = symmetry.generators(values)
         step = -(-len(generators) // MAX_GENERATORS) or 1
         spread = generators[::step]
         rest = [pair for k, pair in enumerate(generators) if k % step]
         for name, element in spread:
-            _compare(program, symmetry, values, indices, element, name, dtype)
+            compare(name, element)
         for _ in range(NUM_RANDOM_ELEMENTS):
             try:
-                name = f"a random element of {symmetry}"
-                _compare(program, symmetry, values, indices, symmetry.sample(values), name, dtype)
+                compare(f"a random element of {symmetry}", symmetry.sample(values))
             except SymmetryError:
                 for name, element in rest:  # a generator says more than a random element
-                    _compare(program, symmetry, values, indices, element, name, dtype)
+                    compare(name, element)
                 raise
 
 
-def _finite_draw(program: Program, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def finite_draw(program: Program, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Values and indices at which the log joint is finite, drawn by the program's init strategy."""
     for _ in range(20):
         values, indices = program.draw()
         if dtype == torch.float64:
@@ -111,11 +125,11 @@ def _compare(
     symmetry: Symmetry,
     values: dict[str, Tensor],
     indices: dict[str, Tensor],
-    element: Element,
-    name: str,
+    before: dict[str, Tensor],
     dtype: torch.dtype,
+    name: str,
+    element: Element,
 ) -> None:
-    before = program.log_joint_terms(values, indices)
     after = program.log_joint_terms(symmetry.act(element, values), indices)
     allowed = TOLERANCE[dtype] * (1.0 + sum(abs(float(term)) for term in before.values()))
     change = sum(float(after[site] - before[site]) for site in before)
@@ -132,9 +146,8 @@ def _compare(
     )
 
 
-def _refuse_hidden_randomness(
-    program: Program, values: dict[str, Tensor], indices: dict[str, Tensor]
-) -> None:
+def refuse_hidden_randomness(program: Program, values: dict[str, Tensor], indices: dict[str, Tensor]) -> None:
+    """Raise if the log joint differs between two runs at the same values."""
     first, second = (program.log_joint(values, indices) for _ in range(2))
     if first != second:
         raise SymmetryError(

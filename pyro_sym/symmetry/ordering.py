@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from pyro_sym.errors import SymmetryError
@@ -80,7 +79,9 @@ def align_by_order(
             f"index {index} does not fit site {site!r}, whose axes but for {axis} have sizes {others}; give "
             "one index for each"
         )
-    elements = list(draws.flat.symmetry.identity({s: v[0] for s, v in descent.draws.items()}, (descent.num_draws,)))
+    elements = list(
+        draws.flat.symmetry.identity({s: v[0] for s, v in descent.draws.items()}, (descent.num_draws,))
+    )
     elements[member] = coordinates[(slice(None), *index)].argsort(-1, stable=True)
     state = descent.at(tuple(elements))
     objective = Moments.of(state.images).objective(state.images)

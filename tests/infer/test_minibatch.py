@@ -12,7 +12,7 @@ from scipy import stats
 from torch import Tensor
 
 from pyro_sym.infer.gradient import Gradient
-from pyro_sym.infer.minibatch import Minibatch, draw_indices, draw_rows
+from pyro_sym.infer.minibatch import Minibatch, PlateRows, draw_indices, draw_rows
 from pyro_sym.infer.potential import Potential
 from pyro_sym.program import SubsampledPlate
 from tests.conftest import FAILURE_RATE, Z_LIMIT
@@ -47,6 +47,36 @@ def test_ways_of_drawing_agree_in_shape_and_have_no_repeats() -> None:
         rows = draw_indices({"rows": plate}, 3, 7)["rows"]
         assert rows.shape == (3, 7, count) and rows.dtype == torch.long
         assert all(len(set(r.tolist())) == count for r in rows.reshape(-1, count))
+
+
+def test_steps_are_drawn_ahead_only_if_independent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of one permutation are for the chains of a step."""
+    large, small = (
+        SubsampledPlate(name, size, 128, torch.device("cpu"))
+        for name, size in (("large", 10_000), ("small", 1_000))
+    )
+    drawn: list[int] = []
+    draw_many = PlateRows.draw_many
+
+    def counting(self: PlateRows, steps: int) -> dict[str, Tensor]:
+        drawn.append(steps)
+        return draw_many(self, steps)
+
+    monkeypatch.setattr(PlateRows, "draw_many", counting)
+    for plates, chains, expected in [
+        ((large,), 1, [19]),  # 20 would be windows
+        ((large,), 4, [4] * 5),
+        ((small,), 1, [1] * 19),
+        ((large, small), 1, [1] * 19),
+        ((), 1, [1] * 19),
+    ]:
+        drawn.clear()
+        source = PlateRows({plate.name: plate for plate in plates}, chains)
+        steps = [source.draw().indices for _ in range(19)]
+        assert drawn == expected
+        for plate in plates:
+            assert all(step[plate.name].shape == (chains, 128) for step in steps)
+            assert len({tuple(step[plate.name][0].tolist()) for step in steps}) == 19
 
 
 SHAPE = (8, 6, 5)

@@ -1,12 +1,11 @@
-"""Test ``pyro_sym.export``: the same tests run on both generations of ArviZ."""
+"""Test the conversion of draws: the same tests run on both generations of ArviZ."""
 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
-import warnings
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -17,79 +16,17 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import HMC, MCMC, NUTS
-from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
+from pyro.infer.autoguide import AutoNormal
 from pyro.infer.mcmc import RandomWalkKernel
-from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
+from pyro.infer.mcmc.api import StreamingMCMC
 from torch import Tensor
 
-from pyro_sym import BAOA, VectorizedMCMC, _arviz
+from pyro_sym import BAOA, Cyclical, VectorizedMCMC, _arviz, align
 from pyro_sym.export import dataset, from_pyro, from_pyro_svi
-from pyro_sym.infer.autoguide import AutoSymmetrized
 from pyro_sym.symmetry import Permutation, Product, SignFlip
+from tests.export.runs import SYMMETRY, Y, event_dims, given, groups, mixture, names, run, two_copies
 
 matplotlib.use("Agg")
-Y = torch.cat([torch.linspace(-6.0, -4.0, 10), torch.linspace(4.0, 6.0, 10)])
-SYMMETRY = Permutation({"locs": -1, "weights": -1})
-
-
-def event_dims(*dims: str) -> Any:
-    """For ``infer``, whose type doesn't know the key."""
-    return {"event_dims": list(dims)}
-
-
-def mixture(y: Tensor) -> None:
-    weights = pyro.sample("weights", dist.Dirichlet(torch.full((2,), 5.0)), infer=event_dims("part"))
-    with pyro.plate("component", 2):
-        locs = pyro.sample("locs", dist.Normal(0.0, 10.0))
-    pyro.deterministic("gap", locs[1] - locs[0])
-    pyro.factor("nothing", torch.zeros(()))
-    with pyro.plate("data", len(y)):
-        both = dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, 1.0))
-        pyro.sample("y", both, obs=y)
-
-
-def run(kernel: Any, *args: Any, num_samples: int = 20, warmup_steps: int = 20, **kwargs: Any) -> MCMC:
-    mcmc = MCMC(kernel, num_samples, warmup_steps, disable_progbar=True, **kwargs)
-    mcmc.run(*args)
-    return mcmc
-
-
-class Given(MCMCKernel):
-    """A kernel that returns draws made before, and statistics with them."""
-
-    def __init__(self, draws: dict[str, Tensor], stats: dict[str, Tensor] | None = None, model: Any = None):
-        self.draws, self.stats, self.model = draws, stats, model
-        self.transforms: dict[str, Any] = {}
-        self.chain = -1
-
-    def setup(self, warmup_steps: int, *args: Any, **kwargs: Any) -> None:
-        self.chain, self.draw = self.chain + 1, -1
-
-    @property  # type: ignore[misc]
-    def initial_params(self) -> dict[str, Tensor]:
-        return {site: value[self.chain, 0] for site, value in self.draws.items()}
-
-    def sample(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
-        self.draw += 1
-        return {site: value[self.chain, self.draw] for site, value in self.draws.items()}
-
-    def diagnostics(self) -> dict[str, Any]:
-        if self.stats is None:
-            return {}
-        return {"sample_stats": {name: value[self.chain] for name, value in self.stats.items()}}
-
-
-def given(
-    draws: dict[str, Tensor], stats: dict[str, Tensor] | None = None, model: Any = None, args: tuple = ()
-) -> MCMC:
-    num_chains, num_samples = next(iter(draws.values())).shape[:2]
-    kernel = Given(draws, stats, model)
-    mcmc = MCMC(kernel, num_samples, 0, disable_progbar=True)
-    # In one process whatever the number of CPUs, so that the kernel's counters are its own.
-    mcmc.num_chains = mcmc.sampler.num_chains = num_chains
-    mcmc._diagnostics = [None] * num_chains
-    mcmc.run(*args)
-    return mcmc
 
 
 @pytest.fixture(scope="module")
@@ -97,23 +34,6 @@ def nuts() -> MCMC:
     pyro.set_rng_seed(0)
     starts = {"weights": torch.zeros(1), "locs": torch.tensor([5.0, -5.0])}
     return run(NUTS(mixture), Y, num_samples=50, warmup_steps=100, initial_params=starts)
-
-
-def names(data: Any, group: str) -> set[str]:
-    return set(dataset(data, group).data_vars)
-
-
-def groups(data: Any) -> set[str]:
-    return set(data.children) if hasattr(data, "children") else set(data.groups())
-
-
-def two_copies() -> dict[str, Tensor]:
-    """Four chains of one posterior, two of them with the labels swapped."""
-    locs = torch.tensor([-5.0, 5.0]) + 0.3 * torch.randn(4, 100, 2)
-    weights = torch.tensor([0.3, 0.7]) + 0.02 * torch.randn(4, 100, 2)
-    swapped = torch.tensor([0, 1, 1, 0], dtype=torch.bool)
-    draws = {"locs": locs, "weights": weights}
-    return {n: torch.where(swapped[:, None, None], v.flip(-1), v) for n, v in draws.items()}
 
 
 def test_groups_dims_and_values_of_a_nuts_run(nuts: MCMC) -> None:
@@ -156,33 +76,35 @@ def test_alignment_mends_r_hat_of_chains_in_different_copies() -> None:
     assert len({tuple(chain[0]) for chain in permutation}) == 2
 
 
-def test_arviz_reads_plots_and_writes_the_result(tmp_path: Path) -> None:
-    az = _arviz.load()
-    stats = {"lp": torch.randn(4, 100), "diverging": torch.zeros(4, 100, dtype=torch.bool)}
-    data = from_pyro(given(two_copies(), stats, mixture, (Y,)), symmetry=SYMMETRY)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=matplotlib.MatplotlibDeprecationWarning)
-        warnings.filterwarnings("ignore", ".*[Ff]igure", RuntimeWarning)
-        az.plot_trace(data)
-        az.plot_trace(dataset(data, "posterior_aligned"))
-    matplotlib.pyplot.close("all")
-    assert set(az.summary(data)["r_hat"].index) == {"locs[0]", "locs[1]", "weights[0]", "weights[1]"}
-    data.to_netcdf(tmp_path / "run.nc", engine="h5netcdf")
-    back = az.from_netcdf(tmp_path / "run.nc", engine="h5netcdf")
-    assert groups(back) == groups(data)
-    for group in groups(data):
-        assert dataset(back, group).load().equals(dataset(data, group))
-    assert back.attrs["symmetry"] == repr(SYMMETRY)
-
-
 def test_attributes_say_what_was_done(nuts: MCMC) -> None:
     attrs = from_pyro(nuts, symmetry=SYMMETRY).attrs
     assert attrs["kernel"] == "NUTS"
+    assert json.loads(attrs["kernel_settings"])["step_size"] == nuts.kernel.step_size
+    assert json.loads(attrs["run"]) == {"num_chains": 1, "num_samples": 50, "warmup_steps": 100}
     assert attrs["symmetry"] == repr(SYMMETRY)
     assert json.loads(attrs["alignment"])["converged"] is True
     assert json.loads(attrs["acceptance_rate"]) == [nuts.diagnostics()["acceptance rate"]["chain 0"]]
     assert attrs["inference_library"] == "pyro"
+    assert json.loads(attrs["versions"])["torch"] == torch.__version__
+    assert "sampling_time" not in attrs
     assert all(isinstance(value, str) for value in attrs.values())
+
+
+def test_attributes_of_our_kernels() -> None:
+    cycle = Cyclical(1e-2, period=10)
+    kernel = BAOA(mixture, step_size=cycle.step_size, friction=2.0, temperature=lambda step: 0.5, thinning=3)
+    mcmc = VectorizedMCMC(kernel, 4, 2, num_chains=2, disable_progbar=True)
+    mcmc.run(Y)
+    mcmc.sampling_time = 1.5  # type: ignore[attr-defined]
+    attrs = from_pyro(mcmc).attrs
+    settings = json.loads(attrs["kernel_settings"])
+    assert settings["step_size"] == f"{cycle!r}.step_size"
+    assert settings["friction"] == 2.0
+    assert "lambda" in settings["temperature"]
+    assert settings["batches"] is None
+    assert "0x" not in attrs["kernel_settings"]
+    assert json.loads(attrs["run"]) == {"num_chains": 2, "num_samples": 4, "warmup_steps": 2, "thinning": 3}
+    assert json.loads(attrs["sampling_time"]) == 1.5
 
 
 def test_kernel_without_divergences() -> None:
@@ -294,20 +216,45 @@ def test_dtypes_that_arviz_would_choke_on() -> None:
     assert len(_arviz.load().summary(data)) == 3
 
 
-def subsampled(y: Tensor, batch: int | None = 5) -> None:
+def subsampled(y: Tensor, chosen_here: bool = True) -> None:
     loc = pyro.sample("loc", dist.Normal(0.0, 10.0))
-    with pyro.plate("data", len(y), subsample_size=batch) as rows:
+    how: dict[str, Any] = {"subsample_size": 7} if chosen_here else {"subsample": torch.arange(7)}
+    with pyro.plate("data", len(y), **how) as rows:
         pyro.sample("y", dist.Normal(loc, 1.0), obs=y[rows])
 
 
+def test_data_cover_the_rows_of_a_subsampled_plate() -> None:
+    data = from_pyro(given({"loc": torch.randn(2, 5)}, model=subsampled, args=(Y,)), log_likelihood=True)
+    np.testing.assert_array_equal(dataset(data, "observed_data")["y"], Y)
+    assert dataset(data, "log_likelihood")["y"].dims == ("chain", "draw", "data")
+    assert "left_out" not in data.attrs
+
+
 def test_data_of_which_the_model_sees_a_part_are_left_out() -> None:
-    mcmc = given({"loc": torch.randn(2, 5)}, model=subsampled, args=(Y,))
+    mcmc = given({"loc": torch.randn(2, 5)}, model=subsampled, args=(Y, False))
     data = from_pyro(mcmc)
     assert "observed_data" not in groups(data)
     assert json.loads(data.attrs["left_out"]) == ["y"]
-    data = from_pyro(mcmc, kwargs={"batch": None})
+    with pytest.raises(ValueError, match="site 'y' shows some rows"):
+        from_pyro(mcmc, log_likelihood=True)
+
+
+def test_data_that_came_in_batches() -> None:
+    def model(y: Tensor) -> None:
+        loc = pyro.sample("loc", dist.Normal(0.0, 10.0))
+        with pyro.plate("data", len(Y), subsample_size=len(y)):
+            pyro.sample("y", dist.Normal(loc, 1.0), obs=y)
+
+    kernel = BAOA(model, step_size=0.01, friction=1.0, batches=list(Y.split(5)))
+    mcmc = VectorizedMCMC(kernel, 6, 2, num_chains=2, disable_progbar=True)
+    mcmc.run()
+    data = from_pyro(mcmc)
+    assert json.loads(data.attrs["left_out"]) == ["y"]
+    with pytest.raises(ValueError, match="kernel's loader; pass args"):
+        from_pyro(mcmc, log_likelihood=True)
+    data = from_pyro(mcmc, args=(Y,), log_likelihood=True)
     np.testing.assert_array_equal(dataset(data, "observed_data")["y"], Y)
-    assert "left_out" not in data.attrs
+    assert dataset(data, "log_likelihood")["y"].shape == (2, 6, 20)
 
 
 def test_draws_without_a_model() -> None:
@@ -316,11 +263,76 @@ def test_draws_without_a_model() -> None:
     assert dataset(data, "posterior")["x"].dims[2:] == ("x_dim_0",)
 
 
+def test_dicts_of_draws() -> None:
+    draws = {n: v.numpy() for n, v in two_copies().items()}
+    data = from_pyro(draws, symmetry=SYMMETRY, model=mixture, args=(Y,))
+    assert groups(data) == {"posterior", "posterior_aligned", "sample_stats", "observed_data"}
+    assert dataset(data, "posterior")["locs"].dims == ("chain", "draw", "component")
+    for bad in ({}, {"x": torch.randn(5)}, {"x": torch.randn(2, 5), "y": torch.randn(5, 2)}):
+        with pytest.raises(ValueError, match="draws"):
+            from_pyro(bad)
+
+
 def test_sources_without_draws() -> None:
     with pytest.raises(ValueError, match="run"):
         from_pyro(MCMC(NUTS(mixture), 3))
     with pytest.raises(TypeError, match="object keeps no draws"):
         from_pyro(object())
+    with pytest.raises(TypeError, match="StreamingMCMC keeps no draws"):
+        from_pyro(StreamingMCMC(NUTS(mixture), 3, disable_progbar=True))
+    with pytest.raises(TypeError, match="for a guide, from_pyro_svi"):
+        from_pyro(AutoNormal(mixture))
+
+
+def test_draws_that_are_not_finite_do_not_lose_the_run() -> None:
+    def explodes(y: Tensor) -> None:
+        loc = pyro.sample("loc", dist.Normal(torch.zeros(2), 10.0).to_event(1))
+        pyro.sample("y", dist.Normal(loc.sum(), 1.0), obs=y[0])
+
+    kernel = BAOA(explodes, step_size=0.01, friction=1.0)
+    start = {"loc": torch.tensor([[1.0, 2.0], [3.0, 1.0]])}
+    mcmc = VectorizedMCMC(kernel, 12, 0, 2, initial_params=start, on_divergence="mask", disable_progbar=True)
+    mcmc.run(Y)
+    mcmc._positions[5:, 1] = math.nan  # as if the second chain had diverged at draw 5
+    symmetry = Permutation({"loc": -1})
+    with pytest.warns(UserWarning, match="7 of 24 draws are not finite"):
+        data = from_pyro(mcmc, symmetry=symmetry, log_likelihood=True, posterior_predictive=True)
+    raw, stats = dataset(data, "posterior")["loc"].values, dataset(data, "sample_stats")
+    lost = np.zeros((2, 12), dtype=bool)
+    lost[1, 5:] = True
+    np.testing.assert_array_equal(stats["diverging"], lost)
+    np.testing.assert_array_equal(np.isnan(dataset(data, "posterior_aligned")["loc"].values).all(-1), lost)
+    elements = torch.from_numpy(stats["permutation"].values)
+    assert (elements[lost] == torch.arange(2)).all()
+    images = symmetry.act(elements, {"loc": torch.from_numpy(raw)})["loc"]
+    np.testing.assert_array_equal(dataset(data, "posterior_aligned")["loc"], images)
+    for group in ("log_likelihood", "posterior_predictive"):
+        np.testing.assert_array_equal(np.isnan(dataset(data, group)["y"]), lost)
+    assert json.loads(data.attrs["not_finite"]) == 7
+    # The others come out as they do by themselves.
+    alone = align({"loc": torch.from_numpy(raw[~lost])}, symmetry)
+    np.testing.assert_array_equal(
+        dataset(data, "posterior_aligned")["loc"].values[~lost], alone.samples["loc"]
+    )
+
+
+def test_draws_all_of_which_are_not_finite() -> None:
+    draws = {"x": torch.full((1, 4, 2), math.nan)}
+    with pytest.warns(UserWarning, match="4 of 4 draws"):
+        data = from_pyro(
+            draws,
+            symmetry=Permutation({"x": -1}),
+            model=lambda: pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1)),
+            posterior_predictive=True,
+        )
+    assert groups(data) == {"posterior", "posterior_aligned"}
+
+
+def test_large_draws_are_not_copied() -> None:
+    draws = {"w": torch.randn(2, 3, 50, 40), "v": torch.randn(2, 3, 7)}
+    data = from_pyro(draws, symmetry=Permutation({"v": -1}))
+    for group, site in (("posterior", "w"), ("posterior", "v"), ("posterior_aligned", "w")):
+        assert np.shares_memory(dataset(data, group)[site].values, draws[site].numpy())
 
 
 def test_improper_priors_and_enumerated_sites_do_not_hinder_the_trace() -> None:
@@ -344,61 +356,6 @@ def test_nothing_outside_is_touched(nuts: MCMC) -> None:
         from_pyro_svi(guide, args=(Y,), num_samples=3)
     assert torch.equal(state, torch.get_rng_state())
     assert not [name for name, site in outer.trace.nodes.items() if site["type"] == "sample"]
-
-
-@pytest.mark.parametrize("make", [AutoNormal, AutoMultivariateNormal])
-def test_autoguides_become_one_chain(make: Any) -> None:
-    data = from_pyro_svi(make(mixture), args=(Y,), num_samples=30)
-    assert groups(data) == {"posterior", "observed_data"}
-    assert names(data, "posterior") == {"locs", "weights"}
-    posterior = dataset(data, "posterior")
-    assert posterior["locs"].dims == ("chain", "draw", "component")
-    assert posterior["locs"].shape == (1, 30, 2)
-    assert float(posterior["locs"].std()) > 0
-    assert len(_arviz.load().summary(data, kind="stats")) == 4
-
-
-def test_hand_written_guide() -> None:
-    def guide(y: Tensor) -> None:
-        pyro.sample("u", dist.Normal(0.0, 1.0), infer={"is_auxiliary": True})
-        pyro.sample("weights", dist.Dirichlet(torch.ones(2)))
-        with pyro.plate("component", 2):
-            pyro.sample("locs", dist.Normal(0.0, 1.0))
-
-    data = from_pyro_svi(guide, args=(Y,), num_samples=5, symmetry=SYMMETRY)
-    assert groups(data) == {"posterior", "posterior_aligned", "sample_stats"}
-    assert names(data, "posterior") == {"weights", "locs"}
-    data = from_pyro_svi(guide, args=(Y,), num_samples=5, model=mixture)
-    assert dataset(data, "posterior")["locs"].dims[2:] == ("component",)
-
-
-def test_symmetrised_guide_is_aligned_by_its_own_symmetry() -> None:
-    guide = AutoSymmetrized(AutoNormal(mixture, init_loc_fn=_apart, init_scale=0.1), SYMMETRY)
-    data = from_pyro_svi(guide, args=(Y,), num_samples=60)
-    assert float(dataset(data, "posterior")["locs"].std("draw").min()) > 2.0
-    assert float(dataset(data, "posterior_aligned")["locs"].std("draw").max()) < 0.3
-    assert data.attrs["guide"] == "AutoSymmetrized"
-
-
-def _apart(site: Any) -> Tensor:
-    return torch.tensor([-5.0, 5.0]) if site["name"] == "locs" else torch.tensor([0.5, 0.5])
-
-
-def test_local_sites_of_a_subsampled_guide_are_left_out() -> None:
-    def guide() -> None:
-        pyro.sample("loc", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", 20, subsample_size=5):
-            pyro.sample("z", dist.Normal(0.0, 1.0))
-
-    with pytest.warns(UserWarning, match=r"\['z'\] of the guide"):
-        data = from_pyro_svi(guide, num_samples=3)
-    assert names(data, "posterior") == {"loc"}
-    assert json.loads(data.attrs["left_out"]) == ["z"]
-
-
-def test_bad_number_of_samples() -> None:
-    with pytest.raises(ValueError, match="num_samples=0"):
-        from_pyro_svi(AutoNormal(mixture), args=(Y,), num_samples=0)
 
 
 def test_arviz_is_imported_on_first_export_only() -> None:

@@ -10,7 +10,10 @@ import torch
 import torch.distributions as torch_dist
 from torch import Tensor
 
-from pyro_sym.program import Program
+from pyro_sym.export.at_draws import at_draws
+from pyro_sym.export.log_sum import LogSum
+from pyro_sym.export.sites import unseen
+from pyro_sym.program import Program, marginal_terms
 
 __all__ = ["allocation_probabilities"]
 
@@ -30,7 +33,7 @@ def allocation_probabilities(
 
         p_{mij} = \mathrm{P}(z_i = j \mid \theta_m, D)
                 = \frac{\partial}{\partial \varepsilon_{ij}} \log \sum_z p(z, D \mid \theta_m)
-                  \prod_i e^{\varepsilon_{i z_i}} \Big|_{\varepsilon = 0},
+                    \prod_i e^{\varepsilon_{i z_i}} \Big|_{\varepsilon = 0},
 
     with all enumerable sites summed out, so they are right for mixtures and for hidden Markov models alike
     (there by the forward-backward algorithm, which is what the derivative of the forward one is). Mixtures
@@ -49,7 +52,8 @@ def allocation_probabilities(
 
     Returns:
         A function from constrained values by latent site, of shape ``(m, *shape)``, to probabilities of shape
-        ``(m, N, K)``; all plates are flattened to one. It runs the model once, by ``torch.func.vmap``.
+        ``(m, N, K)``; all plates are flattened to one. All these draws are evaluated at once, by
+        ``torch.func.vmap``, where the model allows.
 
     Raises:
         ValueError: if the model has no such site, the sites disagree on the number of components, or a plate
@@ -67,15 +71,10 @@ def allocation_probabilities(
                  [1., 0.],
                  [0., 1.]]])
     """
-    program = Program(model, args, kwargs)
-    if program.plates:
-        raise ValueError(
-            f"plate {next(iter(program.plates))!r} shows a part of its rows; allocations are of all data, so "
-            "give a model without subsample_size"
-        )
-    values = {name: latent.value for name, latent in program.latents.items()}
-    with torch.no_grad():
-        nodes = program.trace(values).nodes
+    with unseen(), pyro.validation_enabled(False):
+        program = Program(model, args, kwargs)
+        _refuse_subsampled(program)
+        nodes = program.trace({name: latent.value for name, latent in program.latents.items()}).nodes
     mixtures = [name for name, node in nodes.items() if node["type"] == "sample" and _is_mixture(node)]
     sites = [site] if site is not None else list(program.enumerated) or mixtures
     if not sites or not set(sites) <= {*program.enumerated, *mixtures}:
@@ -84,22 +83,43 @@ def allocation_probabilities(
             f"latent sites are {list(program.enumerated)}, observed mixtures {mixtures}; pass a function of "
             "draws to align_allocations instead"
         )
-    enumerated = [name for name in sites if name in program.enumerated]
 
-    def one(draw: dict[str, Tensor]) -> Tensor:
-        if not enumerated:
-            trace = program.trace(draw)
-            return _joined([_of_mixture(trace.nodes[name]) for name in sites])
-        shifts = {name: _zeros(nodes[name], next(iter(draw.values()))) for name in sites}
-        marginals = torch.func.grad(lambda given: program.log_joint(draw, shifts=given))(shifts)
-        return _joined([_rows(marginals[name], nodes[name]) for name in sites])
+    def one(draw: dict[str, Tensor]) -> dict[str, Tensor]:
+        trace = program.trace(draw)
+        parts = [_of_mixture(trace.nodes[name]) for name in sites if name in mixtures]
+        enumerated = [name for name in sites if name not in mixtures]
+        if enumerated:
+            parts += _marginals(program, draw, {name: nodes[name] for name in enumerated})
+        return {"p": _joined(parts)}
 
     def probabilities(draws: Mapping[str, Tensor]) -> Tensor:
         latents = {name: draws[name] for name in program.latents}
-        with pyro.validation_enabled(False):
-            return torch.func.vmap(one, randomness="same")(latents)
+        with unseen():
+            return at_draws(one, latents, len(next(iter(latents.values()))))["p"]
 
     return probabilities
+
+
+def _refuse_subsampled(program: Program) -> None:
+    for name, plate in program.plates.items():
+        raise ValueError(
+            f"plate {name!r} shows {plate.subsample_size} of its {plate.size} rows, and allocations are of "
+            "all data; give a model without subsample_size"
+        )
+
+
+def _marginals(program: Program, draw: Mapping[str, Tensor], nodes: Mapping[str, Any]) -> list[Tensor]:
+    """What the log joint gains by a shift of one value's log probability is that value's probability."""
+
+    def log_joint(shifts: dict[str, Tensor]) -> Tensor:
+        trace = program.trace(draw)
+        for name, shift in shifts.items():
+            trace.nodes[name]["unscaled_log_prob"] = trace.nodes[name]["unscaled_log_prob"] + shift
+        return torch.stack(list(marginal_terms(trace, LogSum()).values())).sum()
+
+    like = next(iter(draw.values()))
+    gradients = torch.func.grad(log_joint)({name: _zeros(node, like) for name, node in nodes.items()})
+    return [_by_datum(gradients[name], node) for name, node in nodes.items()]
 
 
 def _is_mixture(node: Any) -> bool:
@@ -121,7 +141,7 @@ def _zeros(node: Any, like: Tensor) -> Tensor:
     return like.new_zeros(shape)
 
 
-def _rows(marginal: Tensor, node: Any) -> Tensor:
+def _by_datum(marginal: Tensor, node: Any) -> Tensor:
     """By datum, of shape ``(N, K)``; a common scale of the log joint cancels."""
     by_value = marginal.movedim(node["infer"]["_enumerate_dim"], -1).flatten(0, -2)
     return by_value / by_value.sum(-1, keepdim=True)
@@ -130,7 +150,5 @@ def _rows(marginal: Tensor, node: Any) -> Tensor:
 def _joined(parts: list[Tensor]) -> Tensor:
     sizes = {part.shape[-1] for part in parts}
     if len(sizes) > 1:
-        raise ValueError(
-            f"the sites have different numbers of components, {sorted(sizes)}; name one as site"
-        )
+        raise ValueError(f"the sites have different numbers of components, {sorted(sizes)}; name one as site")
     return torch.cat(parts)

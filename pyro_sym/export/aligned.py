@@ -1,0 +1,93 @@
+"""Draws aligned modulo a symmetry, and the elements that did it, also if some draws are not finite."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_sym.symmetry.align import align
+from pyro_sym.symmetry.base import Element, Symmetry
+from pyro_sym.symmetry.elementary import Permutation
+from pyro_sym.symmetry.flat import flatten, leaves
+
+__all__ = ["Aligned", "aligned"]
+
+Values = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """Draws aligned.
+
+    Attributes:
+        draws: by site, of shape ``(num_chains, num_samples, *shape)``.
+        stats: the elements and the confidence in them, as statistics by draw.
+        attrs: what is said of the alignment.
+    """
+
+    draws: dict[str, Tensor]
+    stats: dict[str, Tensor]
+    attrs: dict[str, Any]
+
+
+def aligned(draws: Values, symmetry: Symmetry) -> Aligned:
+    """Align draws of shape ``(num_chains, num_samples, *shape)``; those that aren't finite stay as they are.
+
+    A chain that diverged and was masked has NaN for draws from there on.
+    """
+    batch = next(iter(draws.values())).shape[:2]
+    finite = torch.ones(batch, dtype=torch.bool)
+    for site in symmetry.sites:
+        if site in draws:
+            finite &= draws[site].isfinite().reshape(*batch, -1).all(-1).cpu()
+    attrs: dict[str, Any] = {}
+    if finite.all():
+        alignment = align(draws, symmetry, group_by_chain=True)
+        samples, elements = alignment.samples, alignment.elements
+    else:
+        left = int((~finite).sum())
+        warnings.warn(
+            f"{left} of {finite.numel()} draws are not finite; they are exported as they are, and the others "
+            "aligned without them",
+            stacklevel=4,
+        )
+        attrs["not_finite"] = left
+        if not finite.any():
+            return Aligned(dict(draws), {}, attrs)
+        alignment = align({site: value[finite] for site, value in draws.items()}, symmetry)
+        samples = dict(draws)
+        for site in symmetry.sites:
+            samples[site] = draws[site].clone()
+            samples[site][finite] = alignment.samples[site]
+        identity = symmetry.identity({site: value[0, 0] for site, value in draws.items()}, tuple(batch))
+        elements = _placed(alignment.elements, identity, finite)
+    alignment.warn_if_in_doubt(stacklevel=4)
+    attrs["alignment"] = alignment.summary()
+    confidence = torch.full(batch, torch.nan, dtype=torch.float64)
+    confidence[finite] = alignment.confidence.flatten()
+    return Aligned(samples, {**_named(elements, symmetry), "alignment_confidence": confidence}, attrs)
+
+
+def _placed(elements: Element, everywhere: Element, where: Tensor) -> Element:
+    """Elements of some draws, among those of all."""
+    if isinstance(elements, tuple):
+        return tuple(_placed(part, whole, where) for part, whole in zip(elements, everywhere, strict=True))
+    whole = everywhere.clone()
+    whole[where] = elements
+    return whole
+
+
+def _named(elements: Element, symmetry: Symmetry) -> dict[str, Tensor]:
+    """The elements, by member of the symmetry; names are numbered if there are several of a kind."""
+    group = flatten(symmetry)
+    assert group is not None, "align would have refused it"
+    stats: dict[str, Tensor] = {}
+    kinds = ["permutation" if isinstance(member, Permutation) else "sign" for member in group.members]
+    for i, (kind, part) in enumerate(zip(kinds, leaves(elements), strict=True)):
+        stats[f"{kind}_{kinds[:i].count(kind)}" if kinds.count(kind) > 1 else kind] = part
+    return stats

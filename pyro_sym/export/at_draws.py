@@ -1,0 +1,66 @@
+"""A function of one draw, evaluated at all of them: many at once where torch can, one by one where not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+
+import pyro
+import torch
+from torch import Tensor
+
+__all__ = ["at_draws"]
+
+Function = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+Values = Mapping[str, Tensor]
+
+
+def at_draws(function: Function, draws: Values, chunk_size: int | None) -> dict[str, Tensor]:
+    """Evaluate a function at every draw, without gradients.
+
+    Args:
+        function: takes the values of one draw by name, and returns tensors by name.
+        draws: values by name, of shape ``(M, *shape)``.
+        chunk_size: how many draws are evaluated at once, by ``torch.func.vmap``; a function that can't be
+            vectorised, say because its control flow depends on values, is evaluated draw by draw, with a
+            warning. ``None`` is for functions that draw at random: torch's generators write in place, which
+            vmap refuses.
+
+    Returns:
+        Tensors by name, of shape ``(M, *shape)``.
+    """
+    # Validation looks at values, which vmap has no single one of.
+    with torch.no_grad(), pyro.validation_enabled(False):
+        if chunk_size is None:
+            return _one_by_one(function, draws)
+        try:
+            return _by_chunks(function, draws, chunk_size)
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            warnings.warn(
+                f"the model or function can't be vectorised over draws ({reason}); evaluating them one "
+                "by one, which is slower",
+                stacklevel=2,
+            )
+            return _one_by_one(function, draws)
+
+
+def _by_chunks(function: Function, draws: Values, chunk_size: int) -> dict[str, Tensor]:
+    count = len(next(iter(draws.values())))
+    several = torch.func.vmap(lambda draw: dict(function(draw)), randomness="different")
+    results: dict[str, Tensor] = {}
+    for start in range(0, count, chunk_size):
+        parts = several({name: value[start : start + chunk_size] for name, value in draws.items()})
+        if chunk_size >= count:
+            return parts
+        for name, part in parts.items():
+            if start == 0:
+                results[name] = part.new_empty(count, *part.shape[1:])
+            results[name][start : start + chunk_size] = part
+    return results
+
+
+def _one_by_one(function: Function, draws: Values) -> dict[str, Tensor]:
+    count = len(next(iter(draws.values())))
+    rows = [function({name: value[i] for name, value in draws.items()}) for i in range(count)]
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

@@ -1,0 +1,251 @@
+"""The groups of an export, each as a function of the draws and the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyro
+import torch
+from torch import Tensor
+
+from pyro_sym import _arviz
+from pyro_sym.export.aligned import aligned
+from pyro_sym.export.at_draws import at_draws
+from pyro_sym.export.likelihood import Likelihood
+from pyro_sym.export.model import Model
+from pyro_sym.export.names import Dims, Variable, finish, plate_dims, stacked
+from pyro_sym.export.predictive import predict, prior_draws
+from pyro_sym.export.settings import as_json, versions
+from pyro_sym.export.sites import unseen
+from pyro_sym.export.sources import Fit
+from pyro_sym.symmetry.base import Symmetry
+
+__all__ = ["Function", "Given", "Request", "convert"]
+
+Function = Callable[[dict[str, Tensor]], Tensor]
+Given = Mapping[str, Any]
+Group = dict[str, Variable]
+
+FUNCTION_CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is wanted besides the draws; the arguments that ``from_pyro`` and ``from_pyro_svi`` share."""
+
+    symmetry: Symmetry | None
+    log_likelihood: bool
+    posterior_predictive: bool | Given | None
+    predictions: Given | None
+    prior: int | Given | None
+    constant_data: Given | None
+    predictions_constant_data: Given | None
+    functions: Mapping[str, Function] | None
+    coords: Mapping[str, Any] | None
+    dims: Dims | None
+    pred_coords: Mapping[str, Any] | None
+    pred_dims: Dims | None
+
+
+def convert(fit: Fit, request: Request) -> Any:
+    """Make all groups that were asked for, and hand them to ArviZ."""
+    first = _first_finite(fit.draws)
+    model = None
+    if fit.model is not None:
+        model = Model(fit.model, fit.args, fit.kwargs, first, fit.shows_all)
+    attrs = {**fit.attrs, "versions": versions()}
+    attrs |= {"inference_library": "pyro", "inference_library_version": pyro.__version__}
+    stats = dict(fit.stats)
+    groups: dict[str, Group] = {"posterior": _sites(fit.draws, model, request.functions)}
+    if request.symmetry is not None:
+        result = aligned(fit.draws, request.symmetry)
+        groups["posterior_aligned"] = _sites(result.draws, model, request.functions)
+        stats |= result.stats
+        attrs |= {"symmetry": repr(request.symmetry), **result.attrs}
+    groups["sample_stats"] = {name: Variable(value) for name, value in stats.items()}
+    if model is not None:
+        groups["observed_data"] = stacked(model.observed, 0)
+        if model.left_out:
+            attrs["left_out"] = [*attrs.get("left_out", []), *model.left_out]
+    if request.log_likelihood:
+        groups["log_likelihood"] = _log_likelihood(fit, _needed(model, "log_likelihood=True"), first)
+    groups["posterior_predictive"] = _posterior_predictive(fit, model, request.posterior_predictive)
+    groups |= _prior(fit, model, request.prior)
+    groups["constant_data"] = _data(request.constant_data)
+    ahead = {
+        "predictions": _predictive(request.predictions, fit, model),
+        "predictions_constant_data": _data(request.predictions_constant_data),
+    }
+    coords, dims = {**fit.coords, **(request.coords or {})}, {**fit.dims, **(request.dims or {})}
+    parts = [
+        finish({name: group for name, group in several.items() if group}, *named)
+        for several, named in [
+            (groups, (coords, dims)),
+            (ahead, (request.pred_coords, request.pred_dims)),
+        ]
+    ]
+    arrays, names, labels = ({**now, **later} for now, later in zip(*parts, strict=True))
+    return _arviz.build(arrays, coords=labels, dims=names, attrs=as_json(attrs))
+
+
+def _first_finite(draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The first draw that is finite, or the very first if none is."""
+    several = {name: value.flatten(0, 1) for name, value in draws.items()}
+    for i in range(len(next(iter(several.values())))):
+        draw = {name: value[i] for name, value in several.items()}
+        if all(value.isfinite().all() for value in draw.values()):
+            return draw
+    return {name: value[0] for name, value in several.items()}
+
+
+def _needed(model: Model | None, what: str) -> Model:
+    if model is None:
+        raise ValueError(f"{what} needs the model; pass model=")
+    return model
+
+
+def _sites(
+    draws: Mapping[str, Tensor], model: Model | None, functions: Mapping[str, Function] | None
+) -> Group:
+    """Draws of sites, and functions of them."""
+    group = {n: Variable(v) if model is None else model.variable(n, v) for n, v in draws.items()}
+    if not functions:
+        return group
+    if clash := functions.keys() & draws.keys():
+        raise ValueError(f"functions {sorted(clash)} have the names of sites; give them others")
+    lead = next(iter(draws.values())).shape[:2]
+    flat = {name: value.flatten(0, 1) for name, value in draws.items()}
+    for name, function in functions.items():
+        with unseen():
+            value = at_draws(partial(_evaluated, name, function), flat, FUNCTION_CHUNK)[name]
+        group[name] = Variable(value.unflatten(0, lead))
+    return group
+
+
+def _evaluated(name: str, function: Function, draw: dict[str, Tensor]) -> dict[str, Tensor]:
+    value = function(draw)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"the function {name!r} returned {type(value).__name__}, not a tensor")
+    return {name: value}
+
+
+def _log_likelihood(fit: Fit, model: Model, first: dict[str, Tensor]) -> Group:
+    if not fit.shows_all:
+        raise ValueError(
+            "log_likelihood=True, but the model got batches of its data from the kernel's loader; pass args "
+            "and kwargs with all rows"
+        )
+    likelihood = Likelihood(model.program, first, fit.args, fit.kwargs)
+    values = likelihood.at({name: value.flatten(0, 1) for name, value in fit.draws.items()})
+    lead = next(iter(fit.draws.values())).shape[:2]
+    group = {}
+    for name, value in values.items():
+        data = likelihood.data[name]
+        dims = plate_dims(data.frames, tuple(value.shape[1:]))
+        sequential = tuple(frame.name for frame in data.frames if not frame.vectorized)
+        group[name] = Variable(value.unflatten(0, lead), dims, data.kept, sequential)
+    return stacked(group, 2)
+
+
+def _posterior_predictive(fit: Fit, model: Model | None, wanted: bool | Given | None) -> Group:
+    if wanted is not True:
+        return _predictive(wanted or None, fit, model)
+    model = _needed(model, "posterior_predictive=True")
+    flat = {name: value.flatten(0, 1) for name, value in fit.draws.items()}
+    finite = torch.stack(
+        [value.isfinite().reshape(len(value), -1).all(-1).cpu() for value in flat.values()]
+    ).all(0)
+    if not finite.any():
+        return {}
+    if not finite.all():
+        flat = {name: value[finite] for name, value in flat.items()}
+    values = predict(model.program, flat, fit.args, fit.kwargs, model.plates)
+    if not finite.all():
+        values = {name: _spread(value, finite) for name, value in values.items()}
+    lead = next(iter(fit.draws.values())).shape[:2]
+    return _simulated({name: value.unflatten(0, lead) for name, value in values.items()}, model)
+
+
+def _spread(value: Tensor, where: Tensor) -> Tensor:
+    """Values of some draws among those of all, of which the others have none."""
+    whole = torch.full((len(where), *value.shape[1:]), torch.nan, device=value.device)
+    whole[where] = value.to(whole.dtype)
+    return whole
+
+
+def _simulated(values: Mapping[str, Tensor], model: Model) -> Group:
+    """Simulated data, without the rows that were not observed."""
+    group = {}
+    for name, value in values.items():
+        if name in model.left_out:
+            continue
+        known = model.observed.get(name)
+        group[name] = model.variable(name, value, 2, None if known is None else known.kept)
+    return stacked(group, 2)
+
+
+def _predictive(values: Given | None, fit: Fit, model: Model | None) -> Group:
+    """Draws that were made outside, of shape ``(C * S, ...)`` or ``(C, S, ...)``."""
+    if not values:
+        return {}
+    lead = next(iter(fit.draws.values())).shape[:2]
+    group = {}
+    for name, several in values.items():
+        value = torch.as_tensor(several)
+        if value.shape[:2] != lead:
+            if value.shape[:1] != (lead.numel(),):
+                raise ValueError(
+                    f"predictive draws of {name!r} have shape {tuple(value.shape)}; there are {lead[0]} "
+                    f"chains of {lead[1]} draws, so pass ({lead.numel()}, *shape) or ({lead[0]}, {lead[1]}, "
+                    "*shape)"
+                )
+            value = value.unflatten(0, lead)
+        group[name] = _unpadded(name, value, model)
+    return stacked(group, 2)
+
+
+def _unpadded(name: str, value: Tensor, model: Model | None) -> Variable:
+    """Draws without the dims of size 1 that Pyro's ``Predictive`` puts in front of a site's own."""
+    if model is None:
+        return Variable(value)
+    ndim = model.ndim(name)
+    while ndim is not None and value.dim() - 2 > ndim and value.shape[2] == 1:
+        value = value.squeeze(2)
+    known = model.observed.get(name)
+    kept = None if known is None else known.kept
+    if kept is not None and value.shape[2 : 2 + kept.dim()] != kept.shape:
+        kept = None
+    return model.variable(name, value, 2, kept)
+
+
+def _prior(fit: Fit, model: Model | None, wanted: int | Given | None) -> dict[str, Group]:
+    if wanted is None:
+        return {}
+    if isinstance(wanted, int):
+        if wanted < 1 or isinstance(wanted, bool):
+            raise ValueError(f"prior={wanted!r} is no number of draws; pass one >= 1, or draws by site")
+        model = _needed(model, f"prior={wanted}")
+        latent = prior_draws(model.program, wanted, fit.args, fit.kwargs, model.plates)
+        new = predict(model.program, latent, fit.args, fit.kwargs, model.plates)
+        prior = {name: model.variable(name, value.unsqueeze(0)) for name, value in latent.items()}
+        return {
+            "prior": prior,
+            "prior_predictive": _simulated({n: v.unsqueeze(0) for n, v in new.items()}, model),
+        }
+    group = {n: _unpadded(n, torch.as_tensor(v).unsqueeze(0), model) for n, v in wanted.items()}
+    data = set() if model is None else {*model.observed, *model.left_out}
+    return {
+        "prior": {name: value for name, value in group.items() if name not in data},
+        "prior_predictive": stacked({name: value for name, value in group.items() if name in data}, 2),
+    }
+
+
+def _data(values: Given | None) -> Group:
+    return {
+        name: Variable(value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value)))
+        for name, value in (values or {}).items()
+    }

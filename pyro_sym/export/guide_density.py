@@ -1,0 +1,71 @@
+"""What corrects leave-one-out cross-validation for draws of a guide: log p and log q at each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_sym.export.at_draws import at_draws
+from pyro_sym.export.log_sum import LogSum
+from pyro_sym.export.sites import unseen
+from pyro_sym.infer.autoguide import AutoSymmetrized
+from pyro_sym.infer.density import GuideCall, log_density
+from pyro_sym.infer.minibatch import PlateRows
+from pyro_sym.program import Program
+
+__all__ = ["draw_symmetrized", "log_joint", "log_q"]
+
+CHUNK_SIZE = 64
+
+
+def log_joint(
+    model: Callable[..., Any], draws: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """The log joint at constrained values of shape ``(M, *shape)``, on all rows of subsampled plates."""
+    total: Any = 0.0
+    with unseen():
+        program = Program(model, args, kwargs)
+        for weight, minibatch in PlateRows(program.plates, 1).cover():
+            part = at_draws(partial(_log_joint, program, minibatch.indices), draws, CHUNK_SIZE)
+            total = total + weight * part["log_p"]
+    return total
+
+
+def _log_joint(program: Program, rows: Mapping[str, Tensor], values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"log_p": program.log_joint(values, rows, ring=LogSum())}
+
+
+def log_q(
+    guide: Callable[..., Any], draws: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """The guide's log density at constrained values of shape ``(M, *shape)``.
+
+    Raises:
+        NoDensityError: if the guide has none that can be evaluated.
+    """
+    call = GuideCall({name: value.dim() - 1 for name, value in draws.items()}, args, kwargs, {})
+    with unseen():
+        return log_density(guide, call)(dict(draws))
+
+
+def draw_symmetrized(
+    guide: AutoSymmetrized, count: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], Tensor]:
+    r"""Draws of :math:`q^G`, and :math:`\log q^G` of them, as the guide's own estimator has it.
+
+    The density is computed where the base guide drew, before an element moves the draw away: it is the same
+    there, and the base density is not a tail.
+    """
+    with unseen():
+        layout, draws = guide._draw(count, args, dict(kwargs))
+        # Before the average, which may draw at random too: the same draws as without it.
+        images = guide.symmetry.act(guide.symmetry.sample(draws.values, (count,)), draws.values)
+        run = guide._run(layout, draws, args, dict(kwargs))
+        averages = [
+            guide._log_orbit_average(layout, part.draws, args, dict(kwargs)) for part in run.parts(CHUNK_SIZE)
+        ]
+    return images, torch.cat(averages)

@@ -1,0 +1,182 @@
+"""The log likelihood of every datum at every draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pyro
+from pyro import poutine
+from torch import Tensor
+
+from pyro_sym.export.at_draws import at_draws
+from pyro_sym.export.rows import Window, Windows, windows
+from pyro_sym.export.sites import stochastic, unseen
+from pyro_sym.export.terms import Data, Term, picks_rows, terms_of
+from pyro_sym.program import Program, in_subsampled_plate
+
+__all__ = ["Likelihood", "log_likelihood"]
+
+# By default so many terms are computed at once: large enough for torch, small enough for the cache.
+CHUNK_NUMEL = 2**18
+
+Values = Mapping[str, Tensor]
+
+
+def log_likelihood(
+    model: Callable[..., Any],
+    draws: Values,
+    *args: Any,
+    group_by_chain: bool = False,
+    chunk_size: int | None = None,
+    **kwargs: Any,
+) -> dict[str, Tensor]:
+    r"""The log likelihood of every datum at every draw, as leave-one-out cross-validation asks for it.
+
+    For each observed site and each entry :math:`n` of its batch shape this is
+
+    .. math::
+
+        \ell_{mn} = \log p(y_n \mid \theta_m)
+                  = \log \sum_z p(z \mid \theta_m) \, p(y_n \mid z, \theta_m),
+
+    with the sum over enumerable discrete sites that :math:`y_n` depends on and that have no draws. If several
+    data share such a site, as all steps of one sequence do in a hidden Markov model, their log likelihood is
+    one joint term, with the plates that the shared site has; observed sites tied together in this way are
+    one entry, named ``"x+y"``.
+
+    * Scales (``poutine.scale``, and those of subsampled plates) weigh inference, and are left out here.
+    * A subsampled plate is shown window after window, so that the result covers all its rows.
+    * Masked entries are NaN: they are no data. (The exporter drops them.) In a joint term masked parts count
+      nothing.
+    * Factors and deterministic sites are no data either.
+
+    Draws are evaluated many at once, by ``torch.func.vmap``, or one by one, with a warning, where the model's
+    control flow depends on their values. Random state and handlers outside are left alone.
+
+    Args:
+        model: a Pyro model.
+        draws: constrained values of its latent sites, of shape ``(num_samples, *shape)``.
+        *args: the model's positional arguments.
+        group_by_chain: whether draws have a chain dim in front, ``(num_chains, num_samples, *shape)``.
+        chunk_size: how many draws are evaluated at once; by default as many as make about 260,000 terms.
+        **kwargs: the model's keyword arguments.
+
+    Returns:
+        Nats by observed site, of shape ``(num_samples, *batch_shape)``, or ``(num_chains, num_samples,
+        *batch_shape)``.
+
+    Raises:
+        ValueError: if a latent site has no draws and can't be summed out, or the rows of a subsampled plate
+            are chosen by the model's arguments rather than by the plate.
+
+    Example:
+        >>> def model(y):
+        ...     loc = pyro.sample("loc", dist.Normal(0.0, 10.0))
+        ...     with pyro.plate("data", len(y), subsample_size=2) as rows:
+        ...         pyro.sample("y", dist.Normal(loc, 1.0), obs=y[rows])
+        >>> log_likelihood(model, {"loc": torch.zeros(10)}, torch.arange(5.0))["y"].shape
+        torch.Size([10, 5])
+
+    References:
+        Vehtari, Gelman and Gabry (2017), "Practical Bayesian model evaluation using leave-one-out
+        cross-validation and WAIC".
+    """
+    sample_ndim = 2 if group_by_chain else 1
+    flat = {name: value.flatten(0, sample_ndim - 1) for name, value in draws.items()}
+    if not flat:
+        raise ValueError("there are no draws: draws is empty")
+    first = {name: value[0] for name, value in flat.items()}
+    terms = Likelihood(model, first, args, kwargs).at(flat, chunk_size)
+    lead = next(iter(draws.values())).shape[:sample_ndim]
+    return {name: term.reshape(*lead, *term.shape[1:]) for name, term in terms.items()}
+
+
+class _Held:
+    """A model held at the draw of the moment."""
+
+    def __init__(self, model: Callable[..., Any], draw: Values) -> None:
+        self.model, self.draw = model, draw
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return poutine.condition(self.model, data=dict(self.draw))(*args, **kwargs)
+
+
+class Likelihood:
+    """A model's data, term by term.
+
+    Args:
+        model: a Pyro model.
+        draw: constrained values of its latent sites, without dims of draws.
+        args: the model's positional arguments.
+        kwargs: its keyword arguments.
+
+    Attributes:
+        data: what each term is about, by name, over all rows.
+
+    Raises:
+        ValueError: as :func:`log_likelihood` does.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        draw: Values,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._held = _Held(model, draw)
+        with unseen(), pyro.validation_enabled(False):
+            self._program = Program(self._held, args, kwargs)
+            if self._program.latents:
+                raise ValueError(
+                    f"there are no draws of the latent sites {list(self._program.latents)}, without which "
+                    "there is no likelihood; pass draws of all sites that can't be summed out"
+                )
+            self.data = self._look()
+
+    def at(self, draws: Values, chunk_size: int | None = None) -> dict[str, Tensor]:
+        """The log likelihood at draws of shape ``(M, *shape)``, as tensors of shape ``(M, *batch_shape)``."""
+        whole = Windows()
+        size = chunk_size or max(1, CHUNK_NUMEL // self._numel)
+        with unseen():
+            for window in windows(self._program.plates):
+                frames: dict[str, tuple[Any, ...]] = {}
+
+                def one(
+                    draw: dict[str, Tensor], window: Window = window, frames: dict[str, Any] = frames
+                ) -> dict[str, Tensor]:
+                    terms = list(self._terms(draw, window))
+                    frames.update({term.name: term.data.frames for term in terms})
+                    return {term.name: term.masked_out for term in terms}
+
+                for name, part in at_draws(one, draws, size).items():
+                    whole.put(name, part, frames[name], window)
+        return whole.values
+
+    def _look(self) -> dict[str, Data]:
+        """See at one draw what there is, and that the rows shown are those asked for."""
+        whole, frames = Windows(), {}
+        seen: dict[str, Tensor] = {}
+        self._numel = 1
+        for window in windows(self._program.plates):
+            trace = self._program.trace({}, window)
+            for name, site in stochastic(trace):
+                if name in self._held.draw or not in_subsampled_plate(site["cond_indep_stack"]):
+                    continue
+                if site["is_observed"] and not picks_rows(site, window, seen):
+                    raise ValueError(
+                        f"site {name!r} shows some rows of a subsampled plate, and the model's arguments say "
+                        "which, not the plate; pass args and kwargs with all rows"
+                    )
+            terms = list(terms_of(trace, self._held.draw.keys()))
+            self._numel = max(self._numel, sum(term.log_prob.numel() for term in terms))
+            for term in terms:
+                frames[term.name] = term.data.frames
+                if term.data.kept is not None:
+                    whole.put(term.name, term.data.kept, term.data.frames, window)
+        return {name: Data(several, whole.values.get(name)) for name, several in frames.items()}
+
+    def _terms(self, draw: Values, window: Window) -> Iterator[Term]:
+        self._held.draw = draw
+        return terms_of(self._program.trace({}, window), draw.keys())

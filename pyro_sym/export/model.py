@@ -1,0 +1,102 @@
+"""What a model shows of itself at one draw: its sites and plates, and its data on all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.infer.autoguide.initialization import InitMessenger
+from torch import Tensor
+
+from pyro_sym.export.names import Variable, model_dims
+from pyro_sym.export.rows import Windows, windows
+from pyro_sym.export.sites import stochastic, unseen
+from pyro_sym.export.terms import mask_of, picks_rows
+from pyro_sym.program import GivenIndices, in_subsampled_plate, init_to_prior, subsampled_plates
+
+__all__ = ["Model"]
+
+
+class Model:
+    """A model with its arguments, seen at one draw.
+
+    Args:
+        program: the Pyro model.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        draw: constrained values of its latent sites; those without, say summed-out ones, come from the prior.
+        shows_all: whether subsampled plates, asked for other rows, show other data. They don't if the data
+            are batches of a loader.
+
+    Attributes:
+        sites: the model's random variables, by name.
+        plates: its subsampled plates.
+        left_out: the observed sites of which it shows a part only.
+        observed: the data, by site.
+    """
+
+    def __init__(
+        self,
+        program: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        draw: Mapping[str, Tensor],
+        shows_all: bool = True,
+    ) -> None:
+        self.program, self.args, self.kwargs = program, args, kwargs
+        conditioned = poutine.condition(program, data=dict(draw))
+        self._at_draw = InitMessenger(init_to_prior)(conditioned)
+        with unseen():
+            first = poutine.trace(self._at_draw).get_trace(*args, **kwargs)
+            self.sites = dict(stochastic(first))
+            self.plates = subsampled_plates(first) if shows_all else {}
+            self._read(first, draw)
+
+    def _read(self, first: poutine.Trace, draw: Mapping[str, Tensor]) -> None:
+        data, kept = Windows(), Windows()
+        seen: dict[str, Tensor] = {}
+        shown: dict[str, Any] = {}
+        left_out = set()
+        for window in windows(self.plates):
+            trace = first
+            if window:
+                with GivenIndices(window):
+                    trace = poutine.trace(self._at_draw).get_trace(*self.args, **self.kwargs)
+            for name, site in stochastic(trace):
+                # At a draw, latent sites are conditioned and thereby "observed" too.
+                if not site["is_observed"] or name in draw:
+                    continue
+                shown[name] = site
+                frames, fn = site["cond_indep_stack"], site["fn"]
+                if in_subsampled_plate(frames) and not picks_rows(site, window, seen):
+                    left_out.add(name)
+                    continue
+                value = torch.as_tensor(site["value"])
+                mask = mask_of(site, fn.batch_shape)
+                if mask is not None:
+                    value = value.expand(fn.batch_shape + fn.event_shape)
+                    kept.put(name, mask, frames, window)
+                data.put(name, value, frames, window, fn.event_dim)
+        self.sites = {**self.sites, **shown}
+        self.left_out = sorted(left_out)
+        self.observed = {
+            name: self.variable(name, value, 0, kept.values.get(name))
+            for name, value in data.values.items()
+            if name not in left_out
+        }
+
+    def variable(
+        self, name: str, value: Tensor, sample_ndim: int = 2, kept: Tensor | None = None
+    ) -> Variable:
+        """A tensor of values of a site, with what the model says of its dims."""
+        site = self.sites.get(name)
+        if site is None:
+            return Variable(value)
+        sequential = tuple(frame.name for frame in site["cond_indep_stack"] if not frame.vectorized)
+        return Variable(value, model_dims(site, tuple(value.shape[sample_ndim:])), kept, sequential)
+
+    def ndim(self, name: str) -> int | None:
+        """Number of dims of one value of a site."""
+        return torch.as_tensor(self.sites[name]["value"]).dim() if name in self.sites else None

@@ -1,0 +1,261 @@
+"""Names, shapes and types that ArviZ and netCDF can take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_sym import _arviz
+from pyro_sym.export.sites import infer_of
+
+__all__ = ["Dims", "Groups", "Variable", "finish", "model_dims", "plate_dims", "stacked"]
+
+Dims = Mapping[str, Sequence[str | None]]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable of a group.
+
+    Attributes:
+        value: of shape ``(chain, draw, *shape)``, or ``shape`` if it is data.
+        dims: names of the dims of ``shape``, as far as the model has them; ``None`` if it knows nothing.
+        kept: which entries were observed, of the first dims of ``shape``; ``None`` for all.
+        sequential: the sequential plates around it.
+    """
+
+    value: Tensor
+    dims: Sequence[str | None] | None = None
+    kept: Tensor | None = None
+    sequential: tuple[str, ...] = ()
+
+
+Groups = Mapping[str, Mapping[str, Variable]]
+
+
+@dataclass
+class Labels:
+    """What the groups of one data set share: names of dims, their sizes, and labels.
+
+    Attributes:
+        dims: names by variable, in place of those from the model.
+        coords: labels by dim.
+        variables: names of all variables.
+        sizes: by dim, its size and the variable that it was first seen in.
+    """
+
+    dims: dict[str, Sequence[str | None]]
+    coords: dict[str, Any]
+    variables: set[str]
+    sizes: dict[str, tuple[int, str]]
+
+    @classmethod
+    def of(cls, groups: Groups, coords: Mapping[str, Any] | None, dims: Dims | None) -> Labels:
+        given = {_legal(name): several for name, several in (dims or {}).items()}
+        variables = {_legal(name) for group in groups.values() for name in group}
+        if unknown := given.keys() - variables:
+            raise ValueError(f"dims are given for {sorted(unknown)}, which are none of {sorted(variables)}")
+        labels = {_legal(name): values for name, values in (coords or {}).items()}
+        return cls(given, labels, variables, {})
+
+
+def model_dims(site: Any, shape: tuple[int, ...]) -> list[str | None]:
+    """The plate on each batch dim, and the event dims that the site's ``infer`` names."""
+    event_dim = min(site["fn"].event_dim, len(shape))
+    event_names = list(infer_of(site).get("event_dims", [None] * event_dim))
+    if len(event_names) != event_dim:
+        raise ValueError(f"site {site['name']!r} has {event_dim} event dims, but event_dims={event_names}")
+    return plate_dims(site["cond_indep_stack"], shape[: len(shape) - event_dim]) + event_names
+
+
+def plate_dims(frames: Iterable[Any], batch_shape: tuple[int, ...]) -> list[str | None]:
+    """The plate on each batch dim, if it has its size: that of all its rows, or of those shown."""
+    plates = {frame.dim: frame for frame in frames if frame.vectorized}
+    names: list[str | None] = []
+    for axis in range(-len(batch_shape), 0):
+        plate = plates.get(axis)
+        sizes = () if plate is None else (plate.size, plate.full_size)
+        names.append(plate.name if plate is not None and batch_shape[axis] in sizes else None)
+    return names
+
+
+def stacked(variables: Mapping[str, Variable], sample_ndim: int) -> dict[str, Variable]:
+    """The steps ``y_0``, ``y_1``, … of a sequential plate as one variable ``y``, along a dim of the plate."""
+    steps: dict[tuple[str, tuple[str, ...]], dict[int, str]] = {}
+    for name, variable in variables.items():
+        parts = re.fullmatch(r"(.*?)_?(\d+)(\D*)", name)
+        if variable.sequential and parts is not None:
+            stem = parts[1] + parts[3]
+            steps.setdefault((stem, variable.sequential), {})[int(parts[2])] = name
+    result = dict(variables)
+    for (stem, plates), by_number in steps.items():
+        several = [variables[by_number[number]] for number in sorted(by_number)]
+        if not stem or stem in result or len({v.value.shape for v in several}) > 1:
+            continue
+        for name in by_number.values():
+            del result[name]
+        first = several[0]
+        kept = None
+        if any(v.kept is not None for v in several):
+            batch = next(v.kept for v in several if v.kept is not None)
+            kept = torch.stack([torch.ones_like(batch) if v.kept is None else v.kept for v in several])
+        result[stem] = Variable(
+            torch.stack([v.value for v in several], sample_ndim),
+            None if first.dims is None else ["_".join(plates), *first.dims],
+            kept,
+        )
+    return result
+
+
+Finished = tuple[dict[str, dict[str, np.ndarray]], dict[str, dict[str, list[str]]], dict[str, dict[str, Any]]]
+
+
+def finish(groups: Groups, coords: Mapping[str, Any] | None, dims: Dims | None) -> Finished:
+    """Arrays, names of dims and labels by group, with what was not observed dropped.
+
+    Args:
+        groups: variables by group and name.
+        coords: labels by dim.
+        dims: names of dims by variable, in place of those from the model.
+
+    Raises:
+        ValueError: for what ArviZ would take in silence and lose, or pad.
+    """
+    shared = Labels.of(groups, coords, dims)
+    arrays, names, labels = {}, {}, {}
+    for group, variables in groups.items():
+        legal = _observed(_legal_names(group, variables))
+        names[group] = {name: _dims(group, name, variable, shared) for name, variable in legal.items()}
+        rows = _Rows(legal, names[group], shared.coords)
+        values = {name: rows.keep(name, variable, _sample_ndim(group)) for name, variable in legal.items()}
+        arrays[group] = {name: _to_numpy(group, value) for name, value in values.items()}
+        labels[group] = rows.coords
+    return arrays, names, labels
+
+
+class _Rows:
+    """Which rows the dims of a group have, once masked entries are gone."""
+
+    def __init__(
+        self, variables: Mapping[str, Variable], dims: dict[str, list[str]], coords: Mapping[str, Any]
+    ) -> None:
+        self.dims, self.all_coords, self.coords = dims, coords, dict(coords)
+        self.chosen = {name: _whole_rows(v.kept) for name, v in variables.items() if v.kept is not None}
+        # Dims of which some variable has all rows keep them; the others' are called after the variable.
+        self.rows: dict[str, list[int] | None] = {}
+        for name, variable in variables.items():
+            chosen = self.chosen.get(name, [])
+            flat = 0 if variable.kept is None or chosen else variable.kept.dim()
+            for axis, dim in enumerate(dims[name][flat:]):
+                if axis >= len(chosen) or chosen[axis] is None:
+                    self.rows[dim] = None
+
+    def keep(self, name: str, variable: Variable, sample_ndim: int) -> Tensor:
+        """Keep whole rows of dims, or, where that doesn't do, single entries along one flat dim."""
+        value, kept = variable.value, variable.kept
+        if kept is None:
+            return value
+        if not self.chosen[name]:
+            flat = kept.flatten().nonzero().flatten()
+            self.coords[f"{name}_observed"] = flat.tolist()
+            self.dims[name] = [f"{name}_observed", *self.dims[name][kept.dim() :]]
+            entries = value.flatten(sample_ndim, sample_ndim + kept.dim() - 1)
+            return entries.index_select(sample_ndim, flat.to(value.device))
+        for axis, rows in enumerate(self.chosen[name]):
+            if rows is not None:
+                self._relabel(name, axis, rows.tolist(), kept.shape[axis])
+                value = value.index_select(sample_ndim + axis, rows.to(value.device))
+        return value
+
+    def _relabel(self, name: str, axis: int, rows: list[int], size: int) -> None:
+        dim = self.dims[name][axis]
+        labels = list(self.all_coords.get(dim, range(size)))
+        if self.rows.setdefault(dim, rows) != rows:
+            self.dims[name][axis] = dim = f"{name}_{dim}"
+        self.coords[dim] = [labels[row] for row in rows]
+
+
+def _whole_rows(kept: Tensor) -> list[Tensor | None]:
+    """The rows that are kept along each dim, ``None`` for all; nothing if that is not what is kept."""
+    some = [kept.movedim(axis, 0).reshape(kept.shape[axis], -1).any(-1) for axis in range(kept.dim())]
+    rows = [along.nonzero().flatten() for along in some]
+    if not kept[torch.meshgrid(*rows, indexing="ij")].all():
+        return []
+    return [None if along.all() else row for along, row in zip(some, rows, strict=True)]
+
+
+def _sample_ndim(group: str) -> int:
+    return 2 if _arviz.has_sample_dims(group) else 0
+
+
+def _observed(variables: Mapping[str, Variable]) -> dict[str, Variable]:
+    """Leave out variables that are masked altogether, and masks that mask nothing."""
+    return {
+        name: replace(variable, kept=None) if variable.kept is not None and variable.kept.all() else variable
+        for name, variable in variables.items()
+        if variable.kept is None or variable.kept.any()
+    }
+
+
+def _legal_names(group: str, variables: Mapping[str, Variable]) -> dict[str, Variable]:
+    legal: dict[str, Variable] = {}
+    for name, variable in variables.items():
+        if _legal(name) in legal:
+            raise ValueError(f"two variables of {group} are called {_legal(name)!r}; rename one site")
+        legal[_legal(name)] = variable
+    return legal
+
+
+def _dims(group: str, name: str, variable: Variable, labels: Labels) -> list[str]:
+    """Names of the dims: the user's, or those of plates and event dims, or numbers."""
+    shape = tuple(variable.value.shape[_sample_ndim(group) :])
+    names = labels.dims.get(name, variable.dims)
+    if group == "log_likelihood" and names is not None:  # one number an event
+        names = names[: len(shape)]
+    full = _full_names(name, shape, names)
+    for dim, size in zip(full, shape, strict=True):
+        _check_dim(dim, size, name, labels)
+    return full
+
+
+def _legal(name: str) -> str:
+    return name.replace("/", ".")
+
+
+def _full_names(name: str, shape: tuple[int, ...], names: Sequence[str | None] | None) -> list[str]:
+    names = [None] * len(shape) if names is None else names
+    if len(names) != len(shape):
+        raise ValueError(f"dims names {list(names)} for {name!r}, which has shape {shape}")
+    full = [_legal(dim) if dim is not None else f"{name}_dim_{i}" for i, dim in enumerate(names)]
+    if len(set(full)) < len(full):
+        raise ValueError(f"two dims of {name!r} have one name: {full}; pass dims for it")
+    return full
+
+
+def _check_dim(dim: str, size: int, name: str, labels: Labels) -> None:
+    """Refuse what ArviZ takes in silence: it pads dims of two sizes, and loses variables called as a dim."""
+    first_size, first = labels.sizes.setdefault(dim, (size, name))
+    if size != first_size:
+        raise ValueError(
+            f"dim {dim!r} has size {first_size} in {first!r} and size {size} in {name!r}; pass dims with "
+            "another name for one of them"
+        )
+    if dim in labels.variables or dim in ("chain", "draw"):
+        raise ValueError(
+            f"dim {dim!r} of {name!r} has the name of a variable or of a sample dim; pass dims with another"
+        )
+
+
+def _to_numpy(group: str, value: Tensor) -> np.ndarray:
+    value = value.detach().cpu()
+    if value.dtype == torch.bfloat16:  # which numpy doesn't have
+        value = value.float()
+    if value.dtype == torch.bool and group.startswith(("posterior", "prior")):  # az.summary subtracts
+        value = value.to(torch.int8)
+    return value.numpy()

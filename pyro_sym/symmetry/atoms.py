@@ -1,0 +1,196 @@
+"""Axes as ordered products of atoms, joined by union-find; and the signs that travel along them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = ["Atoms", "Axis", "Factor"]
+
+
+class Factor(NamedTuple):
+    """One factor of an axis: an atom, and the signs that multiply its units.
+
+    A sign flip gives each axis of each parameter a bit: does it flip? The signs of a factor of any other
+    tensor are a sum of such bits modulo two, written as a set of bits.
+    """
+
+    atom: int
+    signs: int = 0
+
+
+Axis = tuple[Factor, ...]
+"""The factors of an axis, the slowest first; an axis of size one has none."""
+
+
+@dataclass
+class Atoms:
+    """Which factors of which axes move together.
+
+    Atoms that were joined form a class, and a permutation moves all of a class alike. A pinned class does not
+    move. An atom may be cut into a slow and a fast part later on, and every axis that holds it is cut with
+    it. Signs are not joined but constrained: each class collects sums of bits that have to be even.
+    """
+
+    sizes: list[int] = field(default_factory=list)
+    _parents: list[int] = field(default_factory=list)
+    _pinned: set[int] = field(default_factory=set)
+    _parts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _even: set[Factor] = field(default_factory=set)
+    _bits: int = 0
+
+    def fresh(self, size: int, signs: int = 0) -> Axis:
+        """An axis that moves with no other yet."""
+        return (Factor(self._atom(size), signs),)
+
+    def pinned(self, size: int) -> Axis:
+        """An axis whose order is fixed."""
+        axis = self.fresh(size)
+        self.pin(axis)
+        return axis
+
+    def bit(self) -> int:
+        """A sign of its own, free until it is constrained."""
+        self._bits += 1
+        return 1 << (self._bits - 1)
+
+    def _atom(self, size: int) -> int:
+        self.sizes.append(size)
+        self._parents.append(len(self._parents))
+        return len(self._parents) - 1
+
+    def find(self, atom: int) -> int:
+        """The atom that stands for the class."""
+        while self._parents[atom] != atom:
+            self._parents[atom] = self._parents[self._parents[atom]]
+            atom = self._parents[atom]
+        return atom
+
+    def is_pinned(self, atom: int) -> bool:
+        """Whether the order of the class is fixed."""
+        return self.find(atom) in self._pinned
+
+    def expand(self, axis: Axis) -> Axis:
+        """The axis in atoms that are whole, each its class's own; those of size one left out."""
+        whole: list[Factor] = []
+        for atom, signs in axis:
+            root = self.find(atom)
+            if root in self._parts:
+                whole += self.expand(tuple(Factor(part, signs) for part in self._parts[root]))
+            elif self.sizes[root] > 1:
+                whole.append(Factor(root, signs))
+        return tuple(whole)
+
+    def pin(self, axis: Axis) -> None:
+        """Fix the order of an axis, and its signs."""
+        for factor in self.expand(axis):
+            self._pinned.add(factor.atom)
+            self._require_even(factor)
+
+    def unsigned(self, axis: Axis) -> Axis:
+        """The axis of a tensor whose signs have to stay."""
+        for factor in self.expand(axis):
+            self._require_even(factor)
+        return self.forget_signs(axis)
+
+    def forget_signs(self, axis: Axis) -> Axis:
+        """The axis of an even function of a tensor."""
+        return tuple(Factor(atom) for atom, _ in axis)
+
+    def equal(self, x: Axis, y: Axis) -> Axis:
+        """The axis of a sum: both terms move and flip alike. Also a contraction, in which signs cancel."""
+        pairs = self._align(x, y)
+        for a, b in pairs:
+            self._require_even(Factor(a.atom, a.signs ^ b.signs))
+        return tuple(a for a, _ in pairs)
+
+    def multiply(self, x: Axis, y: Axis) -> Axis:
+        """The axis of a product: both factors move alike, and their signs multiply."""
+        return tuple(Factor(a.atom, a.signs ^ b.signs) for a, b in self._align(x, y))
+
+    def reshape(self, axes: Iterable[Axis], shape: Sequence[int]) -> list[Axis]:
+        """The axes of a tensor in another shape; all of it is pinned if its atoms can't be cut to fit."""
+        rest = [factor for axis in axes for factor in self.expand(axis)]
+        everything = tuple(rest)
+        shaped: list[Axis] = []
+        for size in shape:
+            taken: list[Factor] = []
+            while size > 1:
+                (atom, signs), *rest = self.expand(tuple(rest))
+                has = self.sizes[atom]
+                if size % has == 0:
+                    taken.append(Factor(atom, signs))
+                    size //= has
+                elif has % size == 0:
+                    slow, fast = self._cut(atom, size)
+                    taken.append(Factor(slow, signs))
+                    rest.insert(0, Factor(fast, signs))
+                    size = 1
+                else:
+                    self.pin(everything)
+                    return [self.pinned(size) for size in shape]
+            shaped.append(tuple(taken))
+        return shaped
+
+    def chunk(self, axis: Axis, whole: int, size: int) -> Axis:
+        """The last factor, of the given size, of an axis of ``whole`` units whose chunks keep their order."""
+        if size == 1:
+            self.pin(axis)
+            return ()
+        chunks, inner = self.reshape([axis], [whole // size, size])
+        self.pin(chunks)
+        return inner
+
+    def constraints(self) -> dict[int, list[int]]:
+        """By class, the sums of bits that have to be even."""
+        by_class: dict[int, list[int]] = {}
+        for factor in self._even:
+            for atom, signs in self.expand((factor,)):
+                by_class.setdefault(atom, []).append(signs)
+        return by_class
+
+    def _require_even(self, factor: Factor) -> None:
+        if factor.signs:
+            self._even.add(factor)
+
+    def _align(self, x: Axis, y: Axis) -> list[tuple[Factor, Factor]]:
+        """Cut both until their factors match, and join them; what can't be cut to match is pinned."""
+        x, y = self.expand(x), self.expand(y)
+        pairs: list[tuple[Factor, Factor]] = []
+        while x and y:
+            m, n = self.sizes[x[0].atom], self.sizes[y[0].atom]
+            if m == n:
+                self._join(x[0].atom, y[0].atom)
+                pairs.append((x[0], y[0]))
+                x, y = x[1:], y[1:]
+            elif n % m == 0:
+                self._cut(y[0].atom, m)
+            elif m % n == 0:
+                self._cut(x[0].atom, n)
+            else:
+                self.pin(x)
+                self.pin(y)
+                return pairs + [(Factor(atom), Factor(atom)) for atom, _ in x]
+            x, y = self.expand(x), self.expand(y)
+        assert not x and not y, f"axes of sizes {self._size(x)} and {self._size(y)} can't be aligned"
+        return pairs
+
+    def _join(self, a: int, b: int) -> None:
+        a, b = self.find(a), self.find(b)
+        if a != b:
+            self._parents[b] = a
+            if b in self._pinned:
+                self._pinned.add(a)
+
+    def _cut(self, atom: int, slow: int) -> tuple[int, int]:
+        root = self.find(atom)
+        parts = self._atom(slow), self._atom(self.sizes[root] // slow)
+        if root in self._pinned:
+            self._pinned.update(parts)
+        self._parts[root] = parts
+        return parts
+
+    def _size(self, axis: Axis) -> int:
+        return math.prod(self.sizes[self.find(atom)] for atom, _ in axis)

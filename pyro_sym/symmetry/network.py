@@ -1,0 +1,259 @@
+"""The symmetries of a neural network: read off its graph, verified on the network itself."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from pyro_sym.symmetry.base import Element, Symmetry
+from pyro_sym.symmetry.elementary import Permutation, SignFlip
+from pyro_sym.symmetry.model import _default_dtype
+from pyro_sym.symmetry.product import Product
+from pyro_sym.symmetry.replay import TOLERANCE, Replay
+from pyro_sym.symmetry.tracing import Factors, trace
+from pyro_sym.symmetry.viewed import Viewed
+
+__all__ = ["NetworkSymmetry", "symmetry_of"]
+
+
+class NetworkSymmetry(Viewed):
+    r"""The group of a network's symmetries: permutations and sign flips of its hidden units.
+
+    :func:`symmetry_of` makes it. It acts on parameters, and on the buffers that have to move along, as the
+    running statistics of a batch norm do in eval mode; all are sites, by name. ``print`` shows it as a table:
+    a row a group, with its size, :math:`\log |G|` in nats, and the axes that it moves. An axis of which one
+    factor moves is written with that factor in brackets: ``weight[1: (8)·7·7]``.
+
+    Args:
+        members: permutations and sign flips of the factors of axes, counted from the right.
+        shapes: by site, the native shape; an axis in factors is a tuple of sizes, the slowest first.
+        buffers: those sites that are buffers.
+        dropped: lines of the table that say what was left out.
+
+    Attributes:
+        symmetry: the product of the members, on factors of axes.
+        shapes: the sizes of the factors of each axis, by site.
+        buffers: names of the buffers that move along.
+        dropped: what :meth:`restrict` has left out.
+
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+        >>> print(symmetry_of(net, torch.randn(2, 3)))
+        group  size  log|G|  moves
+        S_4       4    3.18  0.weight[0], 0.bias[0], 2.weight[1]
+        1 group, log|G| = 3.18
+    """
+
+    def __init__(
+        self,
+        members: Iterable[Permutation | SignFlip],
+        shapes: Factors,
+        buffers: Iterable[str] = (),
+        dropped: Iterable[str] = (),
+    ) -> None:
+        super().__init__(Product(*members), shapes)
+        self.buffers = tuple(name for name in buffers if name in self.axes)
+        self.dropped = tuple(dropped)
+        native = {site: [math.prod(axis) for axis in factors] for site, factors in self.shapes.items()}
+        self._template = {site: torch.empty(shape, device="meta") for site, shape in native.items()}
+
+    @property
+    def members(self) -> list[Any]:
+        """The permutations and sign flips, on factors of axes."""
+        assert isinstance(self.symmetry, Product)
+        return self.symmetry.members
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of units that each member permutes, or whose signs it flips."""
+        viewed = self.view(self._template)
+        return tuple(member.size(viewed) for member in self.members)
+
+    def restrict(self, sites: Collection[str], *, ignore_buffers: bool = False) -> NetworkSymmetry:
+        """The subgroup that leaves everything outside of some sites in place.
+
+        Buffers count as sites: a group that has to move running statistics is no symmetry of a network in
+        eval mode whose statistics stay. In train mode the statistics are those of the batch, and the running
+        ones play no part; say ``ignore_buffers=True`` there.
+
+        Args:
+            sites: names of parameters, and of buffers that may move. Other names are passed over, so a
+                model's list of latent sites will do.
+            ignore_buffers: keep groups that move buffers, and leave the buffers out of them.
+
+        Returns:
+            The members that move nothing else; what was left out is told below the table.
+
+        Example:
+            >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+            >>> print(symmetry_of(net, torch.randn(2, 3)).restrict(["0.weight", "0.bias"]))
+            group  size  log|G|  moves
+            0 groups, log|G| = 0.00
+            left out: S_4 also moves 2.weight
+            left out: {±1}^4 also moves 2.weight
+        """
+        kept, dropped = [], list(self.dropped)
+        for member, size in zip(self.members, self.sizes, strict=True):
+            axes = {
+                site: several
+                for site, several in member.axes.items()
+                if not (ignore_buffers and site in self.buffers and site not in sites)
+            }
+            outside = [site for site in axes if site not in sites]
+            if outside:
+                dropped.append(f"left out: {_name(member, size)} also moves {', '.join(outside)}")
+            else:
+                kept.append(type(member)(axes))
+        moved = {site for member in kept for site in member.axes}
+        shapes = {site: shape for site, shape in self.shapes.items() if site in moved}
+        return NetworkSymmetry(kept, shapes, self.buffers, dropped)
+
+    def __repr__(self) -> str:
+        groups = ", ".join(map(_name, self.members, self.sizes))
+        return f"<NetworkSymmetry of {len(self.axes)} sites: {groups or 'trivial'}>"
+
+    def __str__(self) -> str:
+        logs = [member.log_order(self.view(self._template)) for member in self.members]
+        rows = [("group", "size", "log|G|", "moves")]
+        for member, size, log_order in zip(self.members, self.sizes, logs, strict=True):
+            moves = [self._moved(site, axis) for site, several in member.axes.items() for axis in several]
+            rows.append((_name(member, size), str(size), f"{log_order:.2f}", ", ".join(moves)))
+        first, second, third = (max(len(row[k]) for row in rows) for k in range(3))
+        lines = [f"{a:<{first}}  {b:>{second}}  {c:>{third}}  {d}" for a, b, c, d in rows]
+        count = f"{len(logs)} group{'s' * (len(logs) != 1)}"
+        return "\n".join([*lines, f"{count}, log|G| = {sum(logs):.2f}", *self.dropped])
+
+    def _moved(self, site: str, axis: int) -> str:
+        """A factor of an axis as the table shows it."""
+        factors = self.shapes[site]
+        axis += sum(map(len, factors))
+        k = 0
+        while axis >= len(factors[k]):
+            axis -= len(factors[k])
+            k += 1
+        sizes = [f"({n})" if i == axis else str(n) for i, n in enumerate(factors[k])]
+        within = f": {'·'.join(sizes)}" if len(sizes) > 1 else ""
+        return f"{site}[{k}{within}]{' (buffer)' * (site in self.buffers)}"
+
+
+def symmetry_of(
+    net: nn.Module, *example_args: Any, prefix: str = "", **example_kwargs: Any
+) -> NetworkSymmetry:
+    r"""Find the permutations and sign flips of hidden units under which a network computes the same function.
+
+    For every element :math:`g` of the group, and all weights :math:`w`,
+
+    .. math::
+
+        f(g \cdot w) = f(w).
+
+    The group is read off the graph of ATen operations that ``torch.export`` makes of the network. Each axis
+    of each tensor is an ordered product of factors; operations say which of them move together; whatever an
+    operation treats by position, or is not known, does not move. A hidden unit's sign may flip where what
+    lies between its incoming and outgoing weights is odd. Each member of the group is then verified on a copy
+    of the network: in float64, at random parameters, buffers and inputs, in eval mode and in train mode
+    (without dropout). A member that fails is left out with a warning.
+
+    All that is found is a symmetry; not all symmetries are found. Known to be missed:
+
+    * continuous ones, as scales of ReLU units and rotations of the inner dimensions of attention;
+    * in grouped convolutions and attention, a permutation or sign of its own inside each group or head;
+    * permutations of parts of an axis that is sliced or concatenated, unless they are chunks of one size, all
+      of which move alike: gates, skip connections, packed queries, keys and values;
+    * where two sign flips share an axis, as those before and after the scale of a batch norm, the one that
+      moves more; and the sign of a unit alone in its layer;
+    * permutations that would move buffers other than the running statistics of batch norms.
+
+    Args:
+        net: the network. It is left exactly as it is.
+        *example_args: inputs of the shape to make the graph for; more than one row, if there are batch norms.
+        prefix: put in front of the names of parameters, as ``"net."`` for a network that is the attribute
+            ``net`` of a ``PyroModule``.
+        **example_kwargs: inputs by name.
+
+    Returns:
+        A product of :class:`Permutation` and :class:`SignFlip` over factors of axes of the parameters, and of
+        the buffers that have to move along. See :meth:`NetworkSymmetry.restrict` for a model in which only
+        some are random.
+
+    Raises:
+        SymmetryError: if the network has no such graph, as with control flow that depends on data; or if its
+            output is not finite at random weights.
+
+    Example:
+        >>> net = torch.nn.Sequential(
+        ...     torch.nn.Conv2d(1, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(72, 10)
+        ... )
+        >>> sym = symmetry_of(net, torch.randn(2, 1, 5, 5), prefix="net.")
+        >>> print(sym)
+        group  size  log|G|  moves
+        S_8       8   10.60  net.0.weight[0], net.0.bias[0], net.3.weight[1: (8)·9]
+        1 group, log|G| = 10.60
+
+    References:
+        S. K. Ainsworth, J. Hayase, S. Srinivasa, *Git Re-Basin: Merging Models modulo Permutation
+        Symmetries*, ICLR 2023. J. G. Wiese et al., *Towards Efficient MCMC Sampling in Bayesian Neural
+        Networks by Exploiting Symmetry*, ECML PKDD 2023.
+    """
+    twin = copy.deepcopy(net).to("cpu", torch.float64).requires_grad_(True).eval()
+    args, kwargs = tree_map(_to_double, (example_args, example_kwargs))
+    with _default_dtype(torch.float64), torch.random.fork_rng(devices=[]):
+        twin(*args, **kwargs)  # an error of the network's own comes as it is
+        shapes, members = trace(twin, args, kwargs)
+        verified = _verified(members, shapes, twin, args, kwargs)
+    return NetworkSymmetry(
+        [type(member)({prefix + site: axes for site, axes in member.axes.items()}) for member in verified],
+        {prefix + site: shape for site, shape in shapes.items()},
+        [prefix + name for name, _ in net.named_buffers()],
+    )
+
+
+@torch.no_grad()
+def _verified(
+    members: list[Permutation | SignFlip],
+    shapes: Factors,
+    twin: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[Permutation | SignFlip]:
+    """Those members under which the network does not change."""
+    replay = Replay(twin, args, kwargs)
+    verified = []
+    for member in members:
+        candidate = NetworkSymmetry([member], {site: shapes[site] for site in member.axes})
+        change = replay.change(candidate, _not_the_identity(candidate, replay.values))
+        if change <= TOLERANCE:
+            verified.append(member)
+        else:
+            warnings.warn(
+                f"{_name(member, *candidate.sizes)} of {', '.join(member.sites)} was read off the graph of "
+                f"{type(twin).__name__}, but changes its output by {change:.2g} of the largest entry, and is "
+                "left out. Please report this network to the authors of pyro_sym",
+                stacklevel=3,
+            )
+    return verified
+
+
+def _not_the_identity(symmetry: Symmetry, values: dict[str, Tensor]) -> Element:
+    (neutral,) = symmetry.identity(values)
+    while True:
+        (element,) = symmetry.sample(values)
+        if not torch.equal(element, neutral):
+            return (element,)
+
+
+def _name(member: Symmetry, size: int) -> str:
+    return f"S_{size}" if isinstance(member, Permutation) else f"{{±1}}^{size}"
+
+
+def _to_double(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().to("cpu", torch.float64 if leaf.is_floating_point() else leaf.dtype)
