@@ -82,7 +82,7 @@ def align_by_order(
     elements = list(
         draws.flat.symmetry.identity({s: v[0] for s, v in descent.draws.items()}, (descent.num_draws,))
     )
-    elements[member] = coordinates[(slice(None), *index)].argsort(-1, stable=True)
+    elements[member] = coordinates[(slice(None), *index)].argsort(dim=-1, stable=True)
     state = descent.at(tuple(elements))
     objective = Moments.of(state.images).objective(state.images)
     return draws.aligned(state.elements, [objective], converged=True, margin=descent.margin(state))
