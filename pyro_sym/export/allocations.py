@@ -8,6 +8,7 @@ from typing import Any
 import pyro
 import torch
 import torch.distributions as torch_dist
+from pyro import poutine
 from torch import Tensor
 
 from pyro_sym.export.at_draws import at_draws
@@ -85,12 +86,11 @@ def allocation_probabilities(
         )
 
     def one(draw: dict[str, Tensor]) -> dict[str, Tensor]:
-        trace = program.trace(draw)
-        parts = [_of_mixture(trace.nodes[name]) for name in sites if name in mixtures]
-        enumerated = [name for name in sites if name not in mixtures]
-        if enumerated:
-            parts += _marginals(program, draw, {name: nodes[name] for name in enumerated})
-        return {"p": _joined(parts)}
+        if sites[0] in mixtures:
+            held = poutine.condition(model, data=draw)
+            trace = poutine.trace(held).get_trace(*program.args, **program.kwargs)
+            return {"p": _joined([_of_mixture(trace.nodes[name]) for name in sites])}
+        return {"p": _joined(_marginals(program, draw, {name: nodes[name] for name in sites}))}
 
     def probabilities(draws: Mapping[str, Tensor]) -> Tensor:
         latents = {name: draws[name] for name in program.latents}
@@ -128,7 +128,9 @@ def _is_mixture(node: Any) -> bool:
 
 def _of_mixture(node: Any) -> Tensor:
     fn, value = node["fn"], node["value"]
-    joint = fn.mixture_distribution.logits + fn.component_distribution.log_prob(fn._pad(value))
+    joint = fn.mixture_distribution.logits + fn.component_distribution.log_prob(
+        value.unsqueeze(-1 - len(fn.event_shape))
+    )
     return joint.softmax(-1).flatten(0, -2)
 
 

@@ -129,15 +129,18 @@ def align_allocations(
     stride = stream.num_draws / num_references if num_references else 0.0
     for first in sorted({int((k + 0.5) * stride) for k in range(num_references)}):
         starts.append(_Labelling(stream, method, stream.chunk(slice(first, first + 1))[0]))
-    for _ in range(max_sweeps + 1):  # the first is where the starts are
+    entropy = 0.0  # of all probabilities, which labels do not change
+    for sweep in range(max_sweeps + 1):  # the first is where the starts are
         active = [start for start in starts if not start.converged]
         if not active:
             break
         for rows, p in stream:
+            if sweep == 0:
+                entropy += float(torch.special.entr(p).sum())
             for start in active:
                 start.visit(rows, p)
         for start in active:
-            start.finish()
+            start.finish(entropy)
     best = starts[0]
     for start in starts[1:]:
         if best.objective[-1] - start.objective[-1] > LEAST_GAIN * (1 + abs(best.objective[-1])):
@@ -205,8 +208,7 @@ class _Stream:
                 f"some allocation probabilities of the draws {rows.start} to {rows.stop - 1} are negative or "
                 "not finite"
             )
-        p = (p / p.sum(-1, keepdim=True)).clamp(min=LEAST_PROBABILITY)
-        return p / p.sum(-1, keepdim=True)
+        return (p / p.sum(-1, keepdim=True)).clamp_(min=LEAST_PROBABILITY)
 
 
 class _Labelling:
@@ -224,14 +226,14 @@ class _Labelling:
         self._begin(torch.zeros(stream.num_data, stream.size, dtype=torch.float64))
 
     def _begin(self, zeros: Tensor) -> None:
-        self._total, self._information, self._moved = zeros, 0.0, False
+        self._total, self._moved = zeros, False
 
     def visit(self, rows: slice, p: Tensor) -> None:
         """Label some draws, and add them to the next mean."""
         labels = self.labels[rows]
         if self._mean is not None:
             # The mean of scores over data: what a component loses in a slot.
-            cost = -torch.einsum("il,mij->mlj", self._scores(self._mean), p)
+            cost = -(self._scores(self._mean).T @ p)
             new = assign(cost)
             now, then = _price(cost, labels), _price(cost, new)
             better = then < now - LEAST_GAIN * (1 + now.abs())
@@ -239,17 +241,16 @@ class _Labelling:
             self.labels[rows] = labels
             self._moved |= bool(better.any())
         self._total += _labelled(p, labels).sum(0)
-        self._information += float((p * p.log()).sum())
 
-    def finish(self) -> None:
-        """Take the mean over all draws, and see whether the objective has fallen."""
+    def finish(self, entropy: float) -> None:
+        """Take the mean over all draws, and see whether the objective has fallen; ``entropy`` is of all p."""
         if self.objective and not self._moved:
             self.converged = True
             return
         count = len(self.labels)
         self._mean = self._total / count
         if self._method == "kl":
-            value = self._information / count - float((self._mean * self._mean.log()).sum())
+            value = float(torch.special.entr(self._mean).sum()) - entropy / count
         else:
             value = float((1 - self._mean.amax(-1)).sum())
         if self.objective and value >= self.objective[-1]:  # by rounding
@@ -260,7 +261,7 @@ class _Labelling:
 
     def margin(self, rows: slice, p: Tensor) -> Tensor:
         """What the second best labels of some draws add to the divergence."""
-        cost = -torch.einsum("il,mij->mlj", self._means().log(), _labelled(p, self.labels[rows]))
+        cost = -(self._means().log().T @ _labelled(p, self.labels[rows]))
         return second_best(cost).clamp(min=0)
 
     def _means(self) -> Tensor:
