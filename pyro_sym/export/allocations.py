@@ -131,7 +131,7 @@ def _of_mixture(node: Any) -> Tensor:
     joint = fn.mixture_distribution.logits + fn.component_distribution.log_prob(
         value.unsqueeze(-1 - len(fn.event_shape))
     )
-    return joint.softmax(-1).flatten(0, -2)
+    return joint.softmax(-1).reshape(-1, joint.shape[-1])
 
 
 def _zeros(node: Any, like: Tensor) -> Tensor:
@@ -145,7 +145,8 @@ def _zeros(node: Any, like: Tensor) -> Tensor:
 
 def _by_datum(marginal: Tensor, node: Any) -> Tensor:
     """By datum, of shape ``(N, K)``; a common scale of the log joint cancels."""
-    by_value = marginal.movedim(node["infer"]["_enumerate_dim"], -1).flatten(0, -2)
+    by_value = marginal.movedim(node["infer"]["_enumerate_dim"], -1)
+    by_value = by_value.reshape(-1, by_value.shape[-1])
     return by_value / by_value.sum(-1, keepdim=True)
 
 

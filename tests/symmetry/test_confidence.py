@@ -43,7 +43,7 @@ def test_negative_control_swaps_alone_miss_the_second_best() -> None:
 
 
 def log_densities(alignment: Alignment, symmetry: Symmetry) -> Tensor:
-    """Of all images of the aligned draws, under normals with their moments, up to a constant; ``(|G|, M)``."""
+    """Of all images of the aligned draws, under normals with their moments, less a constant: ``(|G|, M)``."""
     moments = {s: (v.mean(0), v.var(0, unbiased=False)) for s, v in alignment.samples.items()}
     one = {site: value[0] for site, value in alignment.samples.items()}
     every = map_element(lambda part: part.unsqueeze(1), symmetry.elements(one))
@@ -149,7 +149,7 @@ def test_units_that_nothing_tells_apart_are_always_in_doubt() -> None:
 
 def test_the_warning_names_the_line_of_the_caller() -> None:
     alignment = align({"x": torch.randn(300, 2)}, Permutation({"x": -1}))
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="in doubt") as caught:
         alignment.warn_if_in_doubt()
     assert caught[0].filename == __file__
 
@@ -211,4 +211,3 @@ def test_a_pivot_is_matched_without_iteration() -> None:
     assert torch.equal(alignment.samples["w"][4], pivot["w"])
     with pytest.raises(ValueError, match="the pivot has no site 'w'"):
         align(draws, symmetry, pivot={"out": pivot["out"]})
-
