@@ -82,7 +82,8 @@ def align_by_order(
     elements = list(
         draws.flat.symmetry.identity({s: v[0] for s, v in descent.draws.items()}, (descent.num_draws,))
     )
-    elements[member] = coordinates[(slice(None), *index)].argsort(dim=-1, stable=True)
+    where: tuple[slice | int, ...] = (slice(None), *index)
+    elements[member] = coordinates[where].argsort(dim=-1, stable=True)
     state = descent.at(tuple(elements))
     objective = Moments.of(state.images).objective(state.images)
     return draws.aligned(state.elements, [objective], converged=True, margin=descent.margin(state))

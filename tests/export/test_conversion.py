@@ -155,12 +155,13 @@ def test_runs_of_our_kernels(chains: int | None) -> None:
     assert dataset(data, "posterior_aligned").sizes["chain"] == by_site.sizes["chain"]
 
 
+@pytest.mark.filterwarnings("ignore:the labels of")  # which are not what is tested here
 def test_elements_of_products_are_numbered() -> None:
     first, second = {"a": -1, "b": -2}, {"b": -1}
     symmetry = Product(Permutation(first), SignFlip(first), Permutation(second))
     data = from_pyro(given({"a": torch.randn(2, 9, 3), "b": torch.randn(2, 9, 3, 4)}), symmetry=symmetry)
     stats = dataset(data, "sample_stats")
-    assert set(stats.data_vars) == {"permutation_0", "permutation_1", "sign"}
+    assert set(stats.data_vars) == {"permutation_0", "permutation_1", "sign", "alignment_confidence"}
     assert stats["permutation_1"].shape == (2, 9, 4)
     assert set(np.unique(stats["sign"])) <= {-1, 1}
 
@@ -345,6 +346,7 @@ def test_draws_all_of_which_are_not_finite() -> None:
     assert groups(data) == {"posterior", "posterior_aligned"}
 
 
+@pytest.mark.filterwarnings("ignore:the labels of")  # which are not what is tested here
 def test_large_draws_are_not_copied() -> None:
     draws = {"w": torch.randn(2, 3, 50, 40), "v": torch.randn(2, 3, 7)}
     data = from_pyro(draws, symmetry=Permutation({"v": -1}))
