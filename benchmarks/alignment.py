@@ -23,7 +23,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 import pyro
 import pyro.distributions as dist
@@ -48,6 +49,7 @@ from pyro_sym import (
 )
 from pyro_sym.infer.gradient import Gradient
 from pyro_sym.infer.minibatch import Minibatch
+from pyro_sym.symmetry.allocations import Method
 from tests.infer.posteriors import Agreement, Posterior, load, read_data, worst
 
 Draws = dict[str, Tensor]
@@ -165,11 +167,11 @@ def two_components(samplers: list[str], num_samples: int) -> None:
     options: dict[str, Any] = {"group_by_chain": True, "reference": ordered_reference()}
     for sampler in samplers:
         pyro.set_rng_seed(0)
-        samples, seconds = timed(lambda s=sampler: sample(posterior, s, num_samples))
+        samples, seconds = timed(partial(sample, posterior, sampler, num_samples))
         ways: dict[str, Callable[[], Draws]] = {
-            "raw": lambda s=samples: s,
-            "align": lambda s=samples: align(s, SYMMETRY, **options).samples,
-            "kl": lambda s=samples: align_allocations(s, SYMMETRY, probabilities, **options).samples,
+            "raw": partial(dict, samples),
+            "align": partial(_samples, align, samples, SYMMETRY, **options),
+            "kl": partial(_samples, align_allocations, samples, SYMMETRY, probabilities, **options),
         }
         for way, make in ways.items():
             moved, took = timed(make)
@@ -181,6 +183,10 @@ def two_components(samplers: list[str], num_samples: int) -> None:
                 f"{seconds if way == 'raw' else took:7.1f}",
                 flush=True,
             )
+
+
+def _samples(way: Callable[..., Alignment], *args: Any, **kwargs: Any) -> Draws:
+    return way(*args, **kwargs).samples
 
 
 def agreement(first: Alignment, second: Alignment) -> Tensor:
@@ -196,15 +202,16 @@ def five_components(samplers: list[str], num_samples: int) -> None:
     probabilities = allocation_probabilities(normal_5, posterior.args)
     for sampler in samplers:
         pyro.set_rng_seed(1)
-        samples, seconds = timed(lambda s=sampler: sample(posterior, s, num_samples))
+        samples, seconds = timed(partial(sample, posterior, sampler, num_samples))
         print(f"normal_5 by {sampler}: {seconds:.1f} s")
-        by_parameters, took = timed(lambda s=samples: align(s, SYMMETRY, group_by_chain=True))
+        by_parameters, took = timed(partial(align, samples, SYMMETRY, group_by_chain=True))
         print(f"{'align':10} {by_parameters.summary()} {took:.1f} s")
         print_units(by_parameters.samples)
-        for method in ("kl", "ecr"):
+        methods: tuple[Method, ...] = get_args(Method)
+        for method in methods:
             other, took = timed(
-                lambda s=samples, m=method: align_allocations(
-                    s, SYMMETRY, probabilities, method=m, group_by_chain=True
+                partial(
+                    align_allocations, samples, SYMMETRY, probabilities, method=method, group_by_chain=True
                 )
             )
             same = agreement(by_parameters, other)
@@ -238,7 +245,7 @@ def planted() -> None:
     draws = {site: value + torch.randn(10_000, *value.shape) for site, value in centres.items()}
     elements = symmetry.sample(centres, (10_000,))
     begin = time.process_time()
-    result, wall = timed(lambda: align(symmetry.act(elements, draws), symmetry))
+    result, wall = timed(partial(align, symmetry.act(elements, draws), symmetry))
     cpu = time.process_time() - begin
     total = torch.cat([part.long() for part in symmetry.compose(result.elements, elements)], -1)
     share = float(total.unique(dim=0, return_counts=True)[1].max()) / len(total)

@@ -148,7 +148,7 @@ class Draws:
                 raise ValueError(f"site {site!r} of the {name} is not finite")
         return self.scaling(self.flat.view({site: values[site] for site in self.symmetry.sites}), 0)
 
-    def moved_to(self, state: State, reference: Mapping[str, Tensor], num_restarts: int) -> State:
+    def moved_to(self, state: State, reference: Mapping[str, Tensor], num_restarts: int = 6) -> State:
         """One element more for all draws, whose inverse brings the reference closest to the mean."""
         group = self.flat.symmetry
         one = Descent(group, self.point("reference", reference))

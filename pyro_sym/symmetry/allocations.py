@@ -154,7 +154,7 @@ def align_allocations(
     margin = torch.cat([best.margin(rows, p) for rows, p in stream])
     state = draws.descent().at((best.labels,))
     if reference is not None:
-        state = draws.moved_to(state, reference, 0)
+        state = draws.moved_to(state, reference)
     return draws.aligned(state.elements, best.objective, converged=best.converged, margin=margin)
 
 

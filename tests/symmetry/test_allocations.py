@@ -18,6 +18,7 @@ from pyro_sym import (
     align,
     align_allocations,
 )
+from pyro_sym.symmetry.allocations import Method
 from tests.symmetry.test_align import scrambled, share_recovered
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -42,7 +43,8 @@ class Responsibilities:
     """Of the data under draws; remembers how many draws it was asked for."""
 
     def __init__(self, y: Tensor) -> None:
-        self.y, self.counts = y, []
+        self.y = y
+        self.counts: list[int] = []
 
     def __call__(self, draws: dict[str, Tensor]) -> Tensor:
         self.counts.append(len(draws["locs"]))
@@ -64,7 +66,9 @@ def by_draw(method: str, p: Tensor, mean: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("method", ["kl", "ecr"])
 @pytest.mark.parametrize("sd", [0.1, 1.5])
-def test_objective_is_the_formula_never_rises_and_ends_where_no_draw_can_do_better(method, sd) -> None:
+def test_objective_is_the_formula_never_rises_and_ends_where_no_draw_can_do_better(
+    method: Method, sd: float
+) -> None:
     draws, y = mixture(80, sd)
     moved, _ = scrambled(draws, SYMMETRY)
     p = Responsibilities(y)(moved).clamp(min=LEAST)
@@ -79,7 +83,7 @@ def test_objective_is_the_formula_never_rises_and_ends_where_no_draw_can_do_bett
 
 
 @pytest.mark.parametrize("method", ["kl", "ecr"])
-def test_margin_is_what_the_best_other_labelling_adds_to_the_divergence(method: str) -> None:
+def test_margin_is_what_the_best_other_labelling_adds_to_the_divergence(method: Method) -> None:
     draws, y = mixture(50, 1.5)
     p = Responsibilities(y[::6])(draws).clamp(min=LEAST)
     alignment = align_allocations(draws, SYMMETRY, p, method=method)
@@ -107,7 +111,7 @@ def test_the_sum_over_draws_falls_where_single_draws_rise() -> None:
 
 
 @pytest.mark.parametrize("method", ["kl", "ecr"])
-def test_planted_labels_are_recovered_and_agree_with_those_by_parameters(method: str) -> None:
+def test_planted_labels_are_recovered_and_agree_with_those_by_parameters(method: Method) -> None:
     draws, y = mixture(500)
     moved, planted = scrambled(draws, SYMMETRY)
     alignment = align_allocations(moved, SYMMETRY, Responsibilities(y), method=method)
@@ -184,7 +188,7 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(SymmetryError, match="nothing of the other members"):
         align_allocations(draws, Product(SYMMETRY, SignFlip({"locs": -1})), p)
     with pytest.raises(ValueError, match="'Stephens'; pass one of 'kl', 'ecr'"):
-        align_allocations(draws, SYMMETRY, p, method="Stephens")
+        align_allocations(draws, SYMMETRY, p, method="Stephens")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"for \(4,\) draws, but \(5,\) draws"):
         align_allocations(draws, SYMMETRY, p[:4])
     with pytest.raises(ValueError, match=r"shape \(1, 60, 2\), expected \(1, N, 3\)"):

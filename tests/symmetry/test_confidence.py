@@ -100,7 +100,8 @@ def test_margin_is_the_log_odds_against_the_best_of_all_other_elements(name: str
 
 @pytest.mark.parametrize("sites", [("trans",), ("trans", "locs")])
 def test_margin_of_a_quadratic_group_is_that_of_the_best_swap(sites: tuple[str, ...]) -> None:
-    symmetry = Permutation({site: {"trans": (-2, -1), "locs": -1}[site] for site in sites})
+    axes: dict[str, int | tuple[int, ...]] = {"trans": (-2, -1), "locs": -1}
+    symmetry = Permutation({site: axes[site] for site in sites})
     centres = {"trans": torch.randn(3, 3), "locs": torch.randn(3)}
     alignment = align(noisy({site: centres[site] for site in sites}, 50, 0.5), symmetry)
     swaps = [

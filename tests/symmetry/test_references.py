@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.alignment import SYMMETRY, agreement, low_dim_gauss_mix, ordered_reference
 from pyro_sym import align, align_allocations, align_by_order, allocation_probabilities, check_symmetry
+from pyro_sym.symmetry.allocations import Method
 from tests.infer.posteriors import DATA, load, read_data
 
 MISSING = not (DATA / "posteriordb").is_dir() and os.environ.get("PYRO_SYM_REQUIRE_DATA") != "1"
@@ -62,7 +63,7 @@ def test_all_draws_come_back(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("method", ["kl", "ecr"])
-def test_allocations_agree_with_parameters(method: str) -> None:
+def test_allocations_agree_with_parameters(method: Method) -> None:
     moved = {site: value[:, ::20] for site, value in relabelled(reference_draws(), (4, 1000)).items()}
     probabilities = allocation_probabilities(low_dim_gauss_mix, (read_data("low_dim_gauss_mix")["y"],))
     by_parameters = align(moved, SYMMETRY, group_by_chain=True)
