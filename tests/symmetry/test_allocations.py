@@ -66,9 +66,7 @@ def by_draw(method: str, p: Tensor, mean: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("method", ["kl", "ecr"])
 @pytest.mark.parametrize("sd", [0.1, 1.5])
-def test_objective_is_the_formula_and_ends_where_no_draw_can_do_better(
-    method: Method, sd: float
-) -> None:
+def test_objective_is_the_formula_and_ends_where_no_draw_can_do_better(method: Method, sd: float) -> None:
     draws, y = mixture(80, sd)
     moved, _ = scrambled(draws, SYMMETRY)
     p = Responsibilities(y)(moved).clamp(min=LEAST)
