@@ -8,7 +8,7 @@ stochastic-gradient MCMC, and exports draws to ArviZ aligned modulo the symmetry
 from pyro_sym import diagnostics as diagnostics
 from pyro_sym import nn as nn
 from pyro_sym.errors import DivergenceError, NoDensityError, SymmetryError
-from pyro_sym.export import dataset, from_pyro, from_pyro_svi, log_likelihood
+from pyro_sym.export import allocation_probabilities, dataset, from_pyro, from_pyro_svi, log_likelihood
 from pyro_sym.infer.autoguide import AutoSymmetrized, AutoSymmetrizedNormal, SymmetryGain
 from pyro_sym.infer.elbo import RecordedELBO
 from pyro_sym.infer.kernels import BAOA, SGHMC, SGLD, SGNHT, LeimkuhlerMatthews
@@ -28,6 +28,8 @@ from pyro_sym.symmetry import (
     Symmetry,
     Viewed,
     align,
+    align_allocations,
+    align_by_order,
     check_symmetry,
     find_symmetry,
     normalise_scales,
@@ -65,6 +67,9 @@ __all__ = [
     "VectorizedMCMC",
     "Viewed",
     "align",
+    "align_allocations",
+    "align_by_order",
+    "allocation_probabilities",
     "check_symmetry",
     "dataset",
     "deep_ensemble",

@@ -33,6 +33,7 @@ __all__ = [
     "SubsampledPlate",
     "in_subsampled_plate",
     "init_to_prior",
+    "marginal_terms",
     "subsampled_plates",
     "uniform_draw",
 ]
@@ -284,7 +285,7 @@ class Program:
             return {
                 s["name"]: s["log_prob_sum"] for s in _samples(trace) if not isinstance(s["fn"], _Subsample)
             }
-        return _marginal_terms(trace, ring)
+        return marginal_terms(trace, ring)
 
     def log_joint(
         self, values: Values, indices: Values | None = None, *, ring: LogRing | None = None
@@ -297,8 +298,16 @@ def _samples(trace: poutine.Trace) -> list[Any]:
     return [site for site in trace.nodes.values() if site["type"] == "sample"]
 
 
-def _marginal_terms(trace: poutine.Trace, ring: LogRing | None) -> dict[str, Tensor]:
-    """Sum the enumerated sites of a trace out; masks go inside the sum, the common scale outside."""
+def marginal_terms(trace: poutine.Trace, ring: LogRing | None = None) -> dict[str, Tensor]:
+    """Sum the enumerated sites of a trace out; masks go inside the sum, the common scale outside.
+
+    Args:
+        trace: of a model in which some sites are enumerated, with log probabilities computed.
+        ring: as for :meth:`Program.log_joint_terms`.
+
+    Returns:
+        As :meth:`Program.log_joint_terms`.
+    """
     trace.pack_tensors()
     sites = [s for s in _samples(trace) if not isinstance(s["fn"], _Subsample)]
     plates = {

@@ -26,7 +26,7 @@ class Aligned:
 
     Attributes:
         draws: by site, of shape ``(num_chains, num_samples, *shape)``.
-        stats: the elements, as statistics by draw.
+        stats: the elements and the confidence in them, as statistics by draw.
         attrs: what is said of the alignment.
     """
 
@@ -66,8 +66,11 @@ def aligned(draws: Values, symmetry: Symmetry) -> Aligned:
             samples[site][finite] = alignment.samples[site]
         identity = symmetry.identity({site: value[0, 0] for site, value in draws.items()}, tuple(batch))
         elements = _placed(alignment.elements, identity, finite)
-    attrs["alignment"] = {"num_sweeps": alignment.num_sweeps, "converged": alignment.converged}
-    return Aligned(samples, _named(elements, symmetry), attrs)
+    alignment.warn_if_in_doubt(stacklevel=4)
+    attrs["alignment"] = alignment.summary()
+    confidence = torch.full(batch, torch.nan, dtype=torch.float64)
+    confidence[finite] = alignment.confidence.flatten()
+    return Aligned(samples, {**_named(elements, symmetry), "alignment_confidence": confidence}, attrs)
 
 
 def _placed(elements: Element, everywhere: Element, where: Tensor) -> Element:

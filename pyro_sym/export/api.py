@@ -45,7 +45,8 @@ def from_pyro(
       (:func:`~pyro_sym.align`, all chains to the same labels), and the functions there;
     * ``sample_stats``: ``diverging`` if the kernel reports divergences, the per-draw statistics of this
       package's kernels, those by site along ``latent_site``, and the elements :math:`g_m` as integers
-      ``permutation`` and ``sign`` (numbered ``permutation_0``, ``permutation_1``, ... if there are several);
+      ``permutation`` and ``sign`` (numbered ``permutation_0``, ``permutation_1``, ... if there are several),
+      with ``alignment_confidence``, the probability of each element against its best rival;
     * ``observed_data``: the model's observed sites, without deterministic sites and factors;
     * ``log_likelihood``: of every datum (:func:`~pyro_sym.log_likelihood`), for ``az.loo``;
     * ``posterior_predictive``, ``predictions``, ``prior``, ``prior_predictive``, ``constant_data`` and
@@ -69,6 +70,9 @@ def from_pyro(
 
     Draws that aren't finite, those of a masked chain of :class:`~pyro_sym.VectorizedMCMC`, stay as they are,
     with a warning; the others are aligned without them.
+
+    If more than 1 % of the draws have an ``alignment_confidence`` below 0.9, a warning says that labels are
+    in doubt; the attribute ``alignment`` holds the share of such draws and the least confidence.
 
     Torch's random state is left as it was: two calls simulate the same data.
 

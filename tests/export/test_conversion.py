@@ -82,7 +82,9 @@ def test_attributes_say_what_was_done(nuts: MCMC) -> None:
     assert json.loads(attrs["kernel_settings"])["step_size"] == nuts.kernel.step_size
     assert json.loads(attrs["run"]) == {"num_chains": 1, "num_samples": 50, "warmup_steps": 100}
     assert attrs["symmetry"] == repr(SYMMETRY)
-    assert json.loads(attrs["alignment"])["converged"] is True
+    alignment = json.loads(attrs["alignment"])
+    assert alignment["converged"] is True
+    assert alignment["share_in_doubt"] == 0.0 and alignment["least_confidence"] > 0.9
     assert json.loads(attrs["acceptance_rate"]) == [nuts.diagnostics()["acceptance rate"]["chain 0"]]
     assert attrs["inference_library"] == "pyro"
     assert json.loads(attrs["versions"])["torch"] == torch.__version__
@@ -153,12 +155,13 @@ def test_runs_of_our_kernels(chains: int | None) -> None:
     assert dataset(data, "posterior_aligned").sizes["chain"] == by_site.sizes["chain"]
 
 
+@pytest.mark.filterwarnings("ignore:the labels of")  # which are not what is tested here
 def test_elements_of_products_are_numbered() -> None:
     first, second = {"a": -1, "b": -2}, {"b": -1}
     symmetry = Product(Permutation(first), SignFlip(first), Permutation(second))
     data = from_pyro(given({"a": torch.randn(2, 9, 3), "b": torch.randn(2, 9, 3, 4)}), symmetry=symmetry)
     stats = dataset(data, "sample_stats")
-    assert set(stats.data_vars) == {"permutation_0", "permutation_1", "sign"}
+    assert set(stats.data_vars) == {"permutation_0", "permutation_1", "sign", "alignment_confidence"}
     assert stats["permutation_1"].shape == (2, 9, 4)
     assert set(np.unique(stats["sign"])) <= {-1, 1}
 
@@ -302,6 +305,7 @@ def test_draws_that_are_not_finite_do_not_lose_the_run() -> None:
     lost[1, 5:] = True
     np.testing.assert_array_equal(stats["diverging"], lost)
     np.testing.assert_array_equal(np.isnan(dataset(data, "posterior_aligned")["loc"].values).all(-1), lost)
+    np.testing.assert_array_equal(np.isnan(stats["alignment_confidence"]), lost)
     elements = torch.from_numpy(stats["permutation"].values)
     assert (elements[lost] == torch.arange(2)).all()
     images = symmetry.act(elements, {"loc": torch.from_numpy(raw)})["loc"]
@@ -316,6 +320,20 @@ def test_draws_that_are_not_finite_do_not_lose_the_run() -> None:
     )
 
 
+def test_labels_in_doubt_are_said() -> None:
+    """Two units of one law, which nothing tells apart; and two far from each other."""
+    same = {"x": torch.randn(2, 100, 2)}
+    with pytest.warns(UserWarning, match=r"labels of \d\d\.\d% of the draws are in doubt") as caught:
+        data = from_pyro(same, symmetry=Permutation({"x": -1}))
+    assert caught[0].filename == __file__
+    confidence = dataset(data, "sample_stats")["alignment_confidence"]
+    share = float((confidence < 0.9).mean())
+    assert share > 0.3
+    assert json.loads(data.attrs["alignment"])["share_in_doubt"] == pytest.approx(share, abs=1e-4)
+    apart = from_pyro({"x": same["x"] + torch.tensor([0.0, 20.0])}, symmetry=Permutation({"x": -1}))
+    assert (dataset(apart, "sample_stats")["alignment_confidence"] > 0.999).all()
+
+
 def test_draws_all_of_which_are_not_finite() -> None:
     draws = {"x": torch.full((1, 4, 2), math.nan)}
     with pytest.warns(UserWarning, match="4 of 4 draws"):
@@ -328,6 +346,7 @@ def test_draws_all_of_which_are_not_finite() -> None:
     assert groups(data) == {"posterior", "posterior_aligned"}
 
 
+@pytest.mark.filterwarnings("ignore:the labels of")  # which are not what is tested here
 def test_large_draws_are_not_copied() -> None:
     draws = {"w": torch.randn(2, 3, 50, 40), "v": torch.randn(2, 3, 7)}
     data = from_pyro(draws, symmetry=Permutation({"v": -1}))

@@ -44,6 +44,7 @@ def draws(num_chains: int = 2, num_samples: int = 15) -> dict[str, Tensor]:
 Y = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.filterwarnings("ignore:the labels of")  # which are not what is tested here
 def test_all_groups_and_their_dims() -> None:
     data = from_pyro(
         draws(),
@@ -77,6 +78,7 @@ def test_all_groups_and_their_dims() -> None:
         **{("posterior", *name): value for name, value in both.items()},
         **{("posterior_aligned", *name): value for name, value in both.items()},
         ("sample_stats", "permutation"): (*sampled, "permutation_dim_0"),
+        ("sample_stats", "alignment_confidence"): sampled,
         ("observed_data", "y"): ("group", "data"),
         ("log_likelihood", "y"): (*sampled, "group", "data"),
         ("posterior_predictive", "y"): (*sampled, "group", "data"),
@@ -287,6 +289,7 @@ def test_what_has_no_prior_or_model_is_refused() -> None:
 # Functions
 
 
+@pytest.mark.filterwarnings("ignore:the labels of")  # which are not what is tested here
 def test_functions_of_draws_are_variables() -> None:
     def curve(draw: dict[str, Tensor]) -> Tensor:
         return torch.tanh(torch.linspace(-1, 1, 7).outer(draw["w1"]) + draw["b1"]) @ draw["w2"]

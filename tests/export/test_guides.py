@@ -125,6 +125,7 @@ def test_densities_of_guides(make: Any) -> None:
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.filterwarnings("ignore:the labels of")  # which are not what is tested here
 def test_density_of_a_symmetrised_guide_is_the_average() -> None:
     y = Y.double()
     # Its components overlap, so that the average is neither of its terms.

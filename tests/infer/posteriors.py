@@ -110,7 +110,8 @@ def _read(stem: str) -> Any:
         return json.loads(archive.read(archive.namelist()[0]))
 
 
-def _data(stem: str) -> dict[str, Tensor]:
+def read_data(stem: str) -> dict[str, Tensor]:
+    """The data of a posterior, by name, in the default dtype."""
     default = torch.get_default_dtype()
     return {name: torch.tensor(value, dtype=default) for name, value in _read(f"{stem}.data").items()}
 
@@ -141,7 +142,7 @@ def _regression(
 
 
 def _kidscore_momiq() -> Posterior:
-    data = _data("kidiq")
+    data = read_data("kidiq")
     x = torch.stack([torch.ones_like(data["mom_iq"]), data["mom_iq"]], -1)
     return _regression(
         "kidiq", "kidscore_momiq", x, data["kid_score"], flat(2), dist.HalfCauchy(torch.tensor(2.5))
@@ -149,14 +150,14 @@ def _kidscore_momiq() -> Posterior:
 
 
 def _logearn_interaction_z() -> Posterior:
-    data = _data("earnings")
+    data = read_data("earnings")
     z, male = (data["height"] - data["height"].mean()) / data["height"].std(), data["male"]
     x = torch.stack([torch.ones_like(z), z, male, z * male], -1)
     return _regression("earnings", "logearn_interaction_z", x, data["earn"].log(), flat(4), flat_positive())
 
 
 def _blr() -> Posterior:
-    data = _data("sblrc")
+    data = read_data("sblrc")
     return _regression(
         "sblrc",
         "blr",
@@ -168,7 +169,7 @@ def _blr() -> Posterior:
 
 
 def _nes() -> Posterior:
-    data = _data("nes2000")
+    data = read_data("nes2000")
     ages = [(data["age_discrete"] == group).to(data["income"]) for group in (2, 3, 4)]
     columns = [data["real_ideo"], data["race_adj"], *ages, data["educ1"], data["gender"], data["income"]]
     x = torch.stack([torch.ones_like(columns[0]), *columns], -1)
@@ -179,7 +180,7 @@ def _nes() -> Posterior:
 
 
 def _eight_schools_noncentered() -> Posterior:
-    data = _data("eight_schools")
+    data = read_data("eight_schools")
 
     def model(y: Tensor, sigma: Tensor) -> None:
         mu = pyro.sample("mu", dist.Normal(torch.tensor(0.0), 5.0))
@@ -212,7 +213,7 @@ def _hmm_example() -> Posterior:
         likelihood = (emission[0].unsqueeze(-1) + steps).flatten().logsumexp(0)
         pyro.factor("prior_and_likelihood", prior + likelihood)
 
-    return Posterior(model, (_data("hmm_example")["y"],), "hmm_example-hmm_example")
+    return Posterior(model, (read_data("hmm_example")["y"],), "hmm_example-hmm_example")
 
 
 def _product(matrices: Tensor) -> Tensor:
@@ -244,7 +245,7 @@ def _low_dim_gauss_mix() -> Posterior:
         }
 
     return Posterior(
-        model, (_data("low_dim_gauss_mix")["y"],), "low_dim_gauss_mix-low_dim_gauss_mix", in_order
+        model, (read_data("low_dim_gauss_mix")["y"],), "low_dim_gauss_mix-low_dim_gauss_mix", in_order
     )
 
 

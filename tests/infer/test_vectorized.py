@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import shutil
 from pathlib import Path
@@ -139,8 +140,13 @@ def peak_of(num_chains: int, **options: Any) -> int:
 
     kernel = BAOA(model, step_size=0.1, thinning=3)
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        run(kernel, num_samples=1, num_chains=num_chains, **options)
+    gc.collect()  # what earlier tests left would be freed in between, and be counted off
+    gc.disable()
+    try:
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            run(kernel, num_samples=1, num_chains=num_chains, **options)
+    finally:
+        gc.enable()
     events = cast(Any, profile.profiler).kineto_results.events()
     return max(itertools.accumulate(e.nbytes() for e in events if e.name() == "[memory]"))
 

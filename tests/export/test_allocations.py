@@ -1,0 +1,144 @@
+"""Test ``allocation_probabilities``: responsibilities in closed form, and smoothing by enumeration."""
+
+from __future__ import annotations
+
+import itertools
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_sym import Permutation, align_allocations, allocation_probabilities
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+Y = torch.tensor([-1.0, 0.5, 2.0, 4.0])
+
+
+def enumerated(y: Tensor) -> None:
+    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
+    locs = pyro.sample("locs", dist.Normal(torch.zeros(3), 3.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Categorical(weights))
+        pyro.sample("y", dist.Normal(locs[z], 1.0), obs=y)
+
+
+def summed(y: Tensor) -> None:
+    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
+    locs = pyro.sample("locs", dist.Normal(torch.zeros(3), 3.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        mixture = dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, 1.0))
+        pyro.sample("y", mixture, obs=y)
+
+
+def draws(count: int) -> dict[str, Tensor]:
+    return {"weights": torch.rand(count, 3).softmax(-1), "locs": 2 * torch.randn(count, 3)}
+
+
+def closed_form(values: dict[str, Tensor]) -> Tensor:
+    density = dist.Normal(values["locs"].unsqueeze(1), 1.0).log_prob(Y.unsqueeze(-1))
+    return (values["weights"].log().unsqueeze(1) + density).softmax(-1)
+
+
+@pytest.mark.parametrize("model", [enumerated, summed])
+def test_mixtures_are_those_in_closed_form(model) -> None:
+    values = draws(6)
+    state = torch.get_rng_state()
+    p = allocation_probabilities(model, (Y,))({**values, "unused": torch.zeros(6)})
+    assert torch.equal(state, torch.get_rng_state())
+    torch.testing.assert_close(p, closed_form(values))
+
+
+def test_a_scale_on_the_likelihood_cancels() -> None:
+    values = draws(3)
+    scaled = allocation_probabilities(pyro.poutine.scale(enumerated, 7.0), (Y,))
+    torch.testing.assert_close(scaled(values), closed_form(values))
+
+
+def test_events_of_several_dims() -> None:
+    y = torch.randn(5, 2)
+
+    def model() -> None:
+        locs = pyro.sample("locs", dist.Normal(torch.zeros(3, 2), 3.0).to_event(2))
+        components = dist.Normal(locs, 1.0).to_event(1)
+        with pyro.plate("data", 5):
+            pyro.sample("y", dist.MixtureSameFamily(dist.Categorical(torch.ones(3)), components), obs=y)
+
+    locs = torch.randn(4, 3, 2)
+    expected = -(locs.unsqueeze(1) - y[:, None]).square().sum(-1) / 2
+    p = allocation_probabilities(model)({"locs": locs})
+    torch.testing.assert_close(p, expected.softmax(-1))
+
+
+def chain(y: Tensor) -> None:
+    """A hidden Markov model with two states."""
+    trans = pyro.sample("trans", dist.Dirichlet(torch.ones(2, 2)).to_event(1))
+    locs = pyro.sample("locs", dist.Normal(torch.zeros(2), 3.0).to_event(1))
+    z = torch.tensor(0)
+    for t in pyro.markov(range(len(y))):
+        z = pyro.sample(f"z_{t}", dist.Categorical(trans[z]))
+        pyro.sample(f"y_{t}", dist.Normal(locs[z], 1.0), obs=y[t])
+
+
+def test_a_hidden_markov_model_is_smoothed() -> None:
+    """Marginals of the posterior of all state sequences, by enumeration of these."""
+    values = {"trans": torch.rand(3, 2, 2).softmax(-1), "locs": 2 * torch.randn(3, 2)}
+    expected = torch.zeros(3, 4, 2)
+    for m in range(3):
+        for path in itertools.product(range(2), repeat=4):
+            steps = values["trans"][m][torch.tensor([0, *path[:-1]]), torch.tensor(path)]
+            emissions = dist.Normal(values["locs"][m][torch.tensor(path)], 1.0).log_prob(Y).exp()
+            expected[m, torch.arange(4), torch.tensor(path)] += steps.prod() * emissions.prod()
+    expected /= expected.sum(-1, keepdim=True)
+    torch.testing.assert_close(allocation_probabilities(chain, (Y,))(values), expected)
+    third = allocation_probabilities(chain, (Y,), site="z_2")(values)
+    torch.testing.assert_close(third, expected[:, 2:3])
+
+
+def test_negative_control_filtering_is_not_smoothing() -> None:
+    """Without the data that follow, the first state has other probabilities."""
+    values = {"trans": torch.rand(3, 2, 2).softmax(-1), "locs": 2 * torch.randn(3, 2)}
+    whole = allocation_probabilities(chain, (Y,), site="z_0")(values)
+    first = allocation_probabilities(chain, (Y[:1],))(values)
+    assert (whole - first).abs().max() > 0.01
+
+
+def test_labels_by_a_models_allocations() -> None:
+    y = torch.cat([torch.randn(20) - 5, torch.randn(20) + 5])
+
+    def model() -> None:
+        locs = pyro.sample("locs", dist.Normal(torch.zeros(2), 5.0).to_event(1))
+        with pyro.plate("data", 40):
+            z = pyro.sample("z", dist.Categorical(torch.ones(2) / 2))
+            pyro.sample("y", dist.Normal(locs[z], 1.0), obs=y)
+
+    locs = torch.tensor([-5.0, 5.0]) + 0.2 * torch.randn(60, 2)
+    locs[::2] = locs[::2].flip(-1)
+    alignment = align_allocations({"locs": locs}, Permutation({"locs": -1}), allocation_probabilities(model))
+    assert alignment.samples["locs"].std(0).max() < 0.5 < locs.std(0).min()
+
+
+def test_models_without_allocations_are_refused() -> None:
+    def plain() -> None:
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    def subsampled() -> None:
+        weights = pyro.sample("weights", dist.Dirichlet(torch.ones(2)))
+        with pyro.plate("data", 10, subsample_size=3):
+            pyro.sample("z", dist.Categorical(weights))
+
+    def several() -> None:
+        weights = pyro.sample("weights", dist.Dirichlet(torch.ones(2)))
+        pyro.sample("a", dist.Categorical(weights))
+        pyro.sample("b", dist.Categorical(torch.ones(3)))
+
+    with pytest.raises(ValueError, match="no discrete site to enumerate"):
+        allocation_probabilities(plain)
+    with pytest.raises(ValueError, match=r"no discrete site 'locs': enumerable latent sites are \['z'\]"):
+        allocation_probabilities(enumerated, (Y,), site="locs")
+    with pytest.raises(ValueError, match="plate 'data' shows 3 of its 10 rows"):
+        allocation_probabilities(subsampled)
+    with pytest.raises(ValueError, match=r"different numbers of components, \[2, 3\]; name one as site"):
+        allocation_probabilities(several)({"weights": torch.ones(1, 2) / 2})
