@@ -8,20 +8,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pyro_sym.errors import SymmetryError
-from pyro_sym.symmetry.align import (
-    _batch_shape,
+from pyro_sym.symmetry.alignment import Draws
+from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.descent import (
+    Descent,
+    Moments,
     _Block,
     _blocks,
-    _checked,
-    _Descent,
     _double,
-    _Moments,
     _pieces,
     _rows,
 )
-from pyro_sym.symmetry.base import Symmetry
-from pyro_sym.symmetry.flat import FlatGroup, flatten
 from pyro_sym.symmetry.product import Product
 
 __all__ = ["distance_to_copy", "distance_to_mode"]
@@ -69,26 +66,24 @@ def distance_to_mode(
         >>> distance_to_mode({"locs": locs}, {"locs": torch.tensor([0.0, 5.0])}, Permutation({"locs": -1}))
         tensor([0., 1.], dtype=torch.float64)
     """
-    batch_ndim = 2 if group_by_chain else 1
-    batch_shape = _batch_shape(samples, symmetry, batch_ndim)
-    target = _checked(mode, samples, symmetry, batch_ndim)
-    for site in mode.keys() - target.keys():
+    draws = Draws(samples, symmetry, group_by_chain)
+    batch_ndim, flat = draws.batch_ndim, draws.flat
+    for site in mode.keys() - symmetry.axes.keys():
         if site not in samples or samples[site].shape[batch_ndim:] != mode[site].shape:
             raise ValueError(
                 f"the mode has site {site!r} of shape {tuple(mode[site].shape)}; the draws don't"
             )
-    flat = _flat(symmetry)
-    squares = torch.zeros(math.prod(batch_shape), dtype=torch.float64)
+    squares = torch.zeros(math.prod(draws.batch_shape), dtype=torch.float64)
+    mean = draws.point("mode", mode)
     if flat.members:
-        draws = _double(flat.view({site: samples[site] for site in symmetry.sites}), batch_ndim)
-        mean = _double(flat.view(target), 0)
-        moments = _Moments(mean, {site: torch.ones_like(value) for site, value in mean.items()})
-        elements = _Descent(flat.symmetry, draws).closest(moments, num_restarts)
-        squares += moments.distance(flat.symmetry.act(elements, draws))
+        # Undoes the scaling of sites, so that all coordinates weigh alike.
+        variance = {s: (1 / draws.scaling.scale[s].square()).expand_as(value) for s, value in mean.items()}
+        moments = Moments(mean, variance)
+        squares += moments.distance(draws.descent().closest(moments, num_restarts).images)
     for site in mode.keys() - flat.symmetry.axes.keys():
         gap = _double(samples, batch_ndim)[site] - _double(mode, 0)[site]
         squares += gap.reshape(len(gap), -1).square().sum(-1)
-    return squares.sqrt().reshape(batch_shape)
+    return squares.sqrt().reshape(draws.batch_shape)
 
 
 def distance_to_copy(values: Mapping[str, Tensor], symmetry: Symmetry) -> float:
@@ -128,22 +123,12 @@ def distance_to_copy(values: Mapping[str, Tensor], symmetry: Symmetry) -> float:
         symmetries" (arXiv 2408.05496), theorem 3.1, for the order of magnitude.
     """
     one = {site: value.unsqueeze(0) for site, value in values.items()}
-    _batch_shape(one, symmetry, 1)
-    flat = _flat(symmetry)
+    flat = Draws(one, symmetry, False).flat
     if not flat.members:
         return math.inf
     point = _double(flat.view({site: one[site] for site in symmetry.sites}), 1)
     squares = [_nearest_square(flat.symmetry, block, point) for block in _blocks(flat.symmetry)]
     return math.sqrt(max(min(squares), 0.0))
-
-
-def _flat(symmetry: Symmetry) -> FlatGroup:
-    flat = flatten(symmetry)
-    if flat is None:
-        raise SymmetryError(
-            f"distances are taken modulo Permutation, SignFlip and products and views of them, not {symmetry}"
-        )
-    return flat
 
 
 def _nearest_square(group: Product, block: _Block, point: dict[str, Tensor]) -> float:
@@ -173,8 +158,8 @@ def _nearest_square(group: Product, block: _Block, point: dict[str, Tensor]) -> 
 
 def _by_trial(group: Product, block: _Block, point: dict[str, Tensor]) -> float:
     """The same where a swap moves one site along several axes, so that its distance is no sum over units."""
-    descent = _Descent(group, point)
+    descent = Descent(group, point)
     current = {site: point[site] for site in block.axes}
-    still = _Moments(current, {site: torch.ones_like(value) for site, value in current.items()})
+    still = Moments(current, {site: torch.ones_like(value) for site, value in current.items()})
     steps = descent._small_steps(block, 1)
     return min((float(still.distance(descent._act(step, current))) for step in steps), default=math.inf)
