@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,6 +116,13 @@ class PlateRows:
         """Rows of several steps at once, by plate, with the steps along the first dim."""
         return draw_indices(self.plates, steps, *self.shape)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What rows to come depend on besides torch's random state: nothing, each step draws its own."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+
 
 class Loader:
     """Batches of a ``DataLoader``, or of any iterable that can be run through again and again.
@@ -123,8 +131,12 @@ class Loader:
     chains see the same batch. The model says how many rows there are in all:
     ``pyro.plate("data", num_data, subsample_size=len(batch))``.
 
+    An epoch draws from a stream of random numbers of its own, whose seed comes from torch's generator: its
+    batches are a function of that seed, whatever the chains draw meanwhile, and so can be had again.
+
     Args:
-        batches: the iterable; each pass through it is one epoch.
+        batches: the iterable; each pass through it is one epoch. For a run to be resumed, its batches may
+            depend on torch's random state (and a ``DataLoader``'s own ``generator``), and on no other.
 
     Raises:
         ValueError: if it yields no batch, or can't be run through a second time.
@@ -132,7 +144,7 @@ class Loader:
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self.batches = batches
-        self._running: Iterator[Any] = iter(batches)
+        self._begin(_seed())
         if self._running is batches:
             raise ValueError(
                 f"batches is {batches!r}, which can be run through once only; pass a DataLoader, a list, or "
@@ -155,11 +167,57 @@ class Loader:
 
     def draw(self) -> Minibatch:
         """The next batch; after the last one, the first of a new epoch."""
-        batch = next(self._running, None)
+        batch = self._next()
         if batch is None:
-            self._running = iter(self.batches)
-            batch = next(self._running)
+            self._begin(_seed())
+            batch = self._next()
         return Minibatch(args=_as_args(batch))
+
+    def _begin(self, seed: int) -> None:
+        """Begin an epoch."""
+        self._seed, self._seen = seed, 0
+        self._stream = torch.Generator().manual_seed(seed).get_state()
+        self._generators = [generator.get_state() for generator in _generators(self.batches)]
+        with self._in_stream():
+            self._running: Iterator[Any] = iter(self.batches)
+
+    def _next(self) -> Any:
+        with self._in_stream():
+            self._seen += 1
+            return next(self._running, None)
+
+    @contextmanager
+    def _in_stream(self) -> Iterator[None]:
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self._stream)
+        try:
+            yield
+        finally:
+            self._stream = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the epoch, and how the epoch began."""
+        return {"seed": self._seed, "seen": self._seen, "generators": self._generators}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin the epoch again and pass over the batches that were seen."""
+        for generator, began in zip(_generators(self.batches), state["generators"], strict=True):
+            generator.set_state(began)
+        self._begin(state["seed"])
+        for _ in range(state["seen"]):
+            self._next()
+
+
+def _seed() -> int:
+    return int(torch.randint(2**63 - 1, ()))
+
+
+def _generators(batches: Any) -> list[torch.Generator]:
+    """The generators that a ``DataLoader`` was given, for itself or its sampler, each once."""
+    owners = (batches, getattr(batches, "sampler", None))
+    found = [generator for owner in owners if (generator := getattr(owner, "generator", None)) is not None]
+    return list({id(generator): generator for generator in found}.values())
 
 
 def _as_args(batch: Any) -> tuple[Any, ...]:
