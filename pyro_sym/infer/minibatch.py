@@ -144,12 +144,12 @@ class Loader:
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self.batches = batches
-        self._begin(_seed())
-        if self._running is batches:
+        if iter(batches) is batches:
             raise ValueError(
                 f"batches is {batches!r}, which can be run through once only; pass a DataLoader, a list, or "
                 "another object that starts anew each time it is iterated over"
             )
+        self._begin(_seed())
 
     def cover(self) -> Iterator[tuple[float, Minibatch]]:
         """The batches of one epoch, weighted by their number of rows."""
@@ -174,15 +174,16 @@ class Loader:
         return Minibatch(args=_as_args(batch))
 
     def _begin(self, seed: int) -> None:
-        """Begin an epoch."""
+        """Begin an epoch; its first batch starts the iterator, so that nothing comes between the two."""
         self._seed, self._seen = seed, 0
         self._stream = torch.Generator().manual_seed(seed).get_state()
-        self._generators = [generator.get_state() for generator in _generators(self.batches)]
-        with self._in_stream():
-            self._running: Iterator[Any] = iter(self.batches)
+        self._running: Iterator[Any] | None = None
 
     def _next(self) -> Any:
+        if self._running is None:
+            self._began = [generator.get_state() for generator in _generators(self.batches)]
         with self._in_stream():
+            self._running = iter(self.batches) if self._running is None else self._running
             self._seen += 1
             return next(self._running, None)
 
@@ -198,7 +199,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the epoch, and how the epoch began."""
-        return {"seed": self._seed, "seen": self._seen, "generators": self._generators}
+        return {"seed": self._seed, "seen": self._seen, "generators": self._began}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin the epoch again and pass over the batches that were seen."""

@@ -411,7 +411,12 @@ def _to_numpy(values: Tensor) -> np.ndarray[Any, Any]:
 
 def _save(record: dict[str, Any], path: Path) -> None:
     with _replacing(path) as new, new.open("wb") as file:
-        torch.save(record, file)
+        try:
+            torch.save(record, file)
+        except RuntimeError as error:  # torch hides what the file had to say
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 @contextmanager
