@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.utils.data import DataLoader, TensorDataset
 
 __all__ = ["describe"]
@@ -21,7 +22,8 @@ def describe(value: Any, leave_out: Collection[str] = ()) -> str:
     """Say what something is, in words that are the same in every process.
 
     Tensors and arrays are read value by value, functions by their code, defaults and what they close over,
-    modules by their parameters and buffers, containers, dataclasses and data loaders by what they hold.
+    modules by their code, numbers, parameters and buffers, distributions by their parameters, containers,
+    dataclasses, data loaders and objects of this package by what they hold.
     Anything else counts by the name of its type, and global variables that code reads do not count.
 
     Args:
@@ -96,6 +98,10 @@ class _Digest:
                 return self._module(value)
             case DataLoader():
                 return (value.batch_size, value.drop_last, value.dataset, type(value.sampler))
+            case Distribution():
+                numbers = tuple(getattr(value, name, None) for name in type(value).arg_constraints)
+                base = getattr(value, "base_dist", None)
+                return (tuple(value.batch_shape), tuple(value.event_shape), base, numbers)
             case functools.partial():
                 return (value.func, value.args, value.keywords)
             case types.MethodType():
@@ -107,6 +113,8 @@ class _Digest:
                 return (value.co_code, value.co_names, value.co_consts)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return tuple(getattr(value, field.name) for field in dataclasses.fields(value))
+        if type(value).__module__.startswith("pyro_sym."):
+            return tuple(part for item in vars(value).items() for part in item)
         call = vars(type(value)).get("__call__")
         return (call,) if isinstance(call, types.FunctionType) else ()
 
@@ -116,9 +124,16 @@ class _Digest:
             for name, tensor in module.state_dict().items()
             if not any(name == left or name.endswith("." + left) for left in self._leave_out)
         }
-        forward = type(module).forward
-        kinds = tuple(f"{name} {type(part).__qualname__}" for name, part in module.named_modules())
-        return (state, kinds, getattr(forward, "__code__", None))
+        parts = tuple(
+            (name, type(part), getattr(type(part).forward, "__code__", None), _own(part))
+            for name, part in module.named_modules()
+        )
+        return (state, parts)
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    """What a module has besides what torch keeps for every one."""
+    return {name: value for name, value in vars(module).items() if name not in vars(nn.Module())}
 
 
 def _contents(cell: types.CellType) -> Any:
@@ -128,6 +143,5 @@ def _contents(cell: types.CellType) -> Any:
         return None
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -225,7 +225,7 @@ class DrawsOnDisk(Draws):
         self._chains = chains
         self._recorder = Recorder(chains)
         self._num_samples = num_samples
-        self._about = {
+        self._about: dict[str, Any] = {
             "format": FORMAT,
             "torch": str(torch.__version__),
             "fingerprint": dict(fingerprint),

@@ -129,6 +129,7 @@ class VectorizedMCMC:
         self.diverged: dict[int, Divergence] = {}
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] = {}
+        self._chains: Chains | None = None
         self._draws: Draws | None = None
 
     def run(self, *args: Any, **kwargs: Any) -> None:
@@ -156,7 +157,7 @@ class VectorizedMCMC:
             else:
                 stack.callback(self.store.close)
                 chains, draws = self._start_with(self.store)
-            self.diverged = chains.diverged
+            self._chains, self.diverged = chains, chains.diverged
             self._draws = stack.enter_context(draws)
             began = time.perf_counter() - draws.sampling_time
             for draw in self._progress(chains, draws.done):

@@ -1,6 +1,7 @@
 """Runs that are killed: ``python -m tests.infer.store_runs FOLDER KILLS``.
 
-It leaves the results of a run that was let be in ``whole.pt``, and of others in ``killed0.pt`` and so on. It imports everything once and forks for each run, before it has run anything itself.
+It leaves the results of a run that was let be in ``whole.pt``, and of others in ``killed0.pt`` and so on. All
+is imported once; each run is a fork of a process that has run nothing itself.
 """
 
 from __future__ import annotations

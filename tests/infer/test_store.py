@@ -316,7 +316,7 @@ def test_a_full_disk_is_named_and_the_store_can_be_read(
     written = 6 if how == "limit" else 3
     tree = xr.open_datatree(tmp_path / "run", engine="zarr")
     assert tree.attrs["draws"] == written
-    slope = torch.from_numpy(tree["posterior"]["net.slope"].values[:, :written])
+    slope = torch.from_numpy(tree["posterior"].to_dataset()["net.slope"].values[:, :written])
     assert torch.equal(slope, expected["samples"]["net/slope"][:, :written])
     assert torch.equal(sampler.get_samples(group_by_chain=True)["net/slope"], slope)
     assert same(results(run(CASES["rows"](), store=tmp_path / "run", resume=True, seed=2)), expected)
