@@ -85,9 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--thinning", type=int, default=10)
-    parser.add_argument(
-        "--folder", type=Path, help="on the disk to measure")
-    )
+    parser.add_argument("--folder", type=Path, help="on the disk to measure")
     parser.add_argument("--probe", type=json.loads)
     options = parser.parse_args()
     if options.probe:

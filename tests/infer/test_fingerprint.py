@@ -37,7 +37,9 @@ def network(weight: float = 1.0, bias: float = 0.0) -> nn.Module:
 
 
 def bayesian(scale: float = 1.0, num_data: int = 10, **options: Any) -> BayesianModule:
-    return BayesianModule(network(), IIDPrior(dist.Normal(0.0, scale)), Categorical(num_data), **options)
+    return BayesianModule(
+        network(), IIDPrior(dist.Normal(0.0, scale)), Categorical(num_data=num_data), **options
+    )
 
 
 def loader(size: int = 4, rows: int = 8) -> DataLoader[Any]:

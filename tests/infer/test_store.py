@@ -67,16 +67,16 @@ class LazilyShuffled:
             yield X[row : row + 1], Y[row : row + 1]
 
 
-def mcmc(kernel: StochasticGradientKernel, **options: Any) -> VectorizedMCMC:
+def mcmc(sgmcmc: StochasticGradientKernel, **options: Any) -> VectorizedMCMC:
     given: dict[str, Any] = {"warmup_steps": WARMUP, "num_chains": 2, "thinning": 2}
     given["store_every"] = 3 if "store" in options else None
-    return VectorizedMCMC(kernel, **{"num_samples": DRAWS, "disable_progbar": True, **given, **options})
+    return VectorizedMCMC(sgmcmc, **{"num_samples": DRAWS, "disable_progbar": True, **given, **options})
 
 
-def run(kernel: StochasticGradientKernel, *, seed: int = 1, **options: Any) -> VectorizedMCMC:
+def run(sgmcmc: StochasticGradientKernel, *, seed: int = 1, **options: Any) -> VectorizedMCMC:
     pyro.set_rng_seed(seed)
-    sampler = mcmc(kernel, **options)
-    sampler.run(*(() if kernel.batches is not None else (X, Y)))
+    sampler = mcmc(sgmcmc, **options)
+    sampler.run(*(() if sgmcmc.batches is not None else (X, Y)))
     return sampler
 
 
@@ -99,13 +99,13 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, draw: int, do: Callable[[], None] 
     monkeypatch.setattr(Chains, "advance", crashing)
 
 
-def crashed(path: Path, kernel: StochasticGradientKernel, draw: int, **options: Any) -> None:
+def crashed(path: Path, sgmcmc: StochasticGradientKernel, draw: int, **options: Any) -> None:
     """A run that ends before a draw (counted with the warm-up), with nothing written afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         crash_at(patch, draw)
         patch.setattr(store.DrawsOnDisk, "__exit__", lambda self, *_: self._store.close())
         with pytest.raises(Crash):
-            run(kernel, store=path, **options)
+            run(sgmcmc, store=path, **options)
 
 
 def same(ours: Any, theirs: Any) -> bool:
@@ -113,21 +113,33 @@ def same(ours: Any, theirs: Any) -> bool:
     return what == others and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
+def kernel(kind: type[Any] = BAOA, model: Any = regression, **options: Any) -> StochasticGradientKernel:
+    """One that starts quickly: nothing is traced."""
+    made: StochasticGradientKernel = kind(model, **{"step_size": 0.01, "jit": "eager", **options})
+    return made
+
+
+def cyclical() -> StochasticGradientKernel:
+    cycle = Cyclical(0.01, 10)
+    return kernel(SGLD, step_size=cycle.step_size, temperature=cycle.temperature)
+
+
 CASES: dict[str, Callable[[], StochasticGradientKernel]] = {
-    "rows": lambda: BAOA(regression, step_size=0.01),
-    "shared rows, sgnht, rmsprop": lambda: SGNHT(
-        regression, step_size=0.01, thermostats="site", preconditioner=RMSprop(), shared_minibatch=True
+    "rows": kernel,
+    "traced": lambda: kernel(jit="auto"),
+    "shared rows, sgnht, rmsprop": lambda: kernel(
+        SGNHT, thermostats="site", preconditioner=RMSprop(), shared_minibatch=True
     ),
-    "mass learnt in warm-up": lambda: SGHMC(regression, step_size=0.01, preconditioner=PerSite()),
-    "cycles": lambda: SGLD(
-        regression, step_size=(c := Cyclical(0.01, 10)).step_size, temperature=c.temperature
+    "mass learnt in warm-up": lambda: kernel(SGHMC, preconditioner=PerSite()),
+    "cycles": cyclical,
+    "control variate": lambda: kernel(
+        gradient="control_variate", center={"net/slope": torch.zeros(2, 3), "scale": torch.zeros(())}
     ),
-    "control variate": lambda: BAOA(regression, step_size=0.01, gradient="control_variate"),
-    "loader": lambda: BAOA(on_batches, step_size=0.01, batches=loader()),
-    "loader with a generator": lambda: BAOA(
-        on_batches, step_size=0.01, batches=loader(generator=torch.Generator().manual_seed(3))
+    "loader": lambda: kernel(model=on_batches, batches=loader()),
+    "loader with a generator": lambda: kernel(
+        model=on_batches, batches=loader(generator=torch.Generator().manual_seed(3))
     ),
-    "lazy order": lambda: BAOA(on_batches, step_size=0.01, batches=LazilyShuffled()),
+    "lazy order": lambda: kernel(model=on_batches, batches=LazilyShuffled()),
 }
 
 
@@ -141,11 +153,11 @@ def test_a_run_that_crashed_goes_on_to_the_same_bits(case: str, tmp_path: Path) 
 
 
 def test_wherever_it_crashed(tmp_path: Path) -> None:
-    expected = results(run(CASES["rows"](), store=tmp_path / "whole"))
+    expected = results(run(kernel(), store=tmp_path / "whole"))
     for draw in (0, 3, 5, 6, 8, 13):  # before the first block; at its end; at the end of the warm-up; ...
         path = tmp_path / f"crashed{draw}"
-        crashed(path, CASES["rows"](), draw)
-        assert same(results(run(CASES["rows"](), store=path, resume=True, seed=2)), expected)
+        crashed(path, kernel(), draw)
+        assert same(results(run(kernel(), store=path, resume=True, seed=2)), expected)
 
 
 @pytest.mark.parametrize("case", ["rows", "loader"])
@@ -188,15 +200,15 @@ def test_runs_killed_at_random_moments(tmp_path: Path) -> None:
     whole, *others = (torch.load(tmp_path / name) for name in ("whole.pt", "killed0.pt"))
     others += [torch.load(path) for path in tmp_path.glob("killed[1-9].pt")]
     assert all(same(other, whole) for other in others), done.stdout
-    assert len(set(done.stdout.split())) > 2, "no kill but at the start"
+    assert len(done.stdout.split()) >= int(kills) // 2, "runs were killed before they had begun"
 
 
 def test_large_chains_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient, "LARGE", 1)
     monkeypatch.setattr(store, "CHUNK_BYTES", 2 * 3 * 8)  # a weight a chunk
-    expected = results(run(CASES["rows"](), store=tmp_path / "whole"))
-    crashed(tmp_path / "crashed", CASES["rows"](), 10)
-    assert same(results(run(CASES["rows"](), store=tmp_path / "crashed", resume=True, seed=2)), expected)
+    expected = results(run(kernel(), store=tmp_path / "whole"))
+    crashed(tmp_path / "crashed", kernel(), 10)
+    assert same(results(run(kernel(), store=tmp_path / "crashed", resume=True, seed=2)), expected)
 
 
 def test_numbers_drawn_ahead_for_compiled_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,25 +218,25 @@ def test_numbers_drawn_ahead_for_compiled_steps(tmp_path: Path, monkeypatch: pyt
         after, energy, slope = self._loop(self.gradient.eager, *inputs)
         return after, energy, slope, float(after[0].sum())
 
-    def kernel() -> BAOA:
-        return BAOA(regression, step_size=0.01, jit="compile")
+    def compiled() -> StochasticGradientKernel:
+        return kernel(jit="compile")
 
     monkeypatch.setattr(FusedSteps, "__call__", block)
-    expected = results(run(kernel(), store=tmp_path / "whole"))
+    expected = results(run(compiled(), store=tmp_path / "whole"))
     for draw in (3, 10):
         path = tmp_path / f"crashed{draw}"
-        crashed(path, kernel(), draw)
+        crashed(path, compiled(), draw)
         assert len(torch.load(path / "state.pt")["chains"]["ahead"][0]["blocks"]) > 0
-        assert same(results(run(kernel(), store=path, resume=True, seed=2)), expected)
+        assert same(results(run(compiled(), store=path, resume=True, seed=2)), expected)
     monkeypatch.setattr(_Ahead, "load_state_dict", lambda self, state, device: None)
-    crashed(tmp_path / "forgotten", kernel(), 10)
-    forgotten = results(run(kernel(), store=tmp_path / "forgotten", resume=True))
+    crashed(tmp_path / "forgotten", compiled(), 10)
+    forgotten = results(run(compiled(), store=tmp_path / "forgotten", resume=True))
     assert not same(forgotten["samples"], expected["samples"])
 
 
 def test_a_fallback_is_gone_back_to(tmp_path: Path) -> None:
     """A model that the graph is wrong for is run anew; after a crash, too."""
-    chains = CASES["rows"]().start((X, Y))
+    chains = CASES["traced"]().start((X, Y))
     state = chains.state_dict()
     state["gradients"] = [{"mode": "eager", "reason": "it branches"}]
     chains.load_state_dict(state)
@@ -249,13 +261,13 @@ def inject_nan(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
 
 def test_masked_chains_stay_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inject_nan(monkeypatch, at_step=14)  # of the third draw
-    whole = run(CASES["rows"](), store=tmp_path / "whole", on_divergence="mask")
-    in_memory = run(CASES["rows"](), on_divergence="mask")
+    whole = run(kernel(), store=tmp_path / "whole", on_divergence="mask")
+    in_memory = run(kernel(), on_divergence="mask")
     assert whole.diagnostics()["divergences"] == {"chain 0": [], "chain 1": list(range(2, 9))}
     assert whole.diagnostics()["divergences"] == in_memory.diagnostics()["divergences"]
     assert whole.get_samples()["scale"].shape == (9 + 2,)
-    crashed(tmp_path / "crashed", CASES["rows"](), 12, on_divergence="mask")
-    resumed = run(CASES["rows"](), store=tmp_path / "crashed", resume=True, on_divergence="mask")
+    crashed(tmp_path / "crashed", kernel(), 12, on_divergence="mask")
+    resumed = run(kernel(), store=tmp_path / "crashed", resume=True, on_divergence="mask")
     assert resumed.diverged == whole.diverged == in_memory.diverged
     ours, theirs = (m.get_samples()["net/slope"] for m in (resumed, whole))
     assert torch.equal(ours, theirs)
@@ -264,8 +276,8 @@ def test_masked_chains_stay_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_divergence_or_interrupt_leaves_the_draws_so_far(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = results(run(CASES["rows"](), store=tmp_path / "whole"))
-    sampler = mcmc(CASES["rows"](), store=tmp_path / "run")
+    expected = results(run(kernel(), store=tmp_path / "whole"))
+    sampler = mcmc(kernel(), store=tmp_path / "run")
     with pytest.MonkeyPatch.context() as patch:
         inject_nan(patch, at_step=19)  # of the fifth draw
         pyro.set_rng_seed(1)
@@ -274,15 +286,15 @@ def test_a_divergence_or_interrupt_leaves_the_draws_so_far(
     assert sampler.get_samples(group_by_chain=True)["scale"].shape == (2, 4)
     assert sampler.diagnostics()["sample_stats"]["chain 0"]["lp"].shape == (4,)
     assert xr.open_datatree(tmp_path / "run", engine="zarr").attrs["draws"] == 4
-    assert same(results(run(CASES["rows"](), store=tmp_path / "run", resume=True, seed=2)), expected)
+    assert same(results(run(kernel(), store=tmp_path / "run", resume=True, seed=2)), expected)
 
 
 @pytest.mark.parametrize("how", ["zarr", "limit"])
 def test_a_full_disk_is_named_and_the_store_can_be_read(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = results(run(CASES["rows"](), store=tmp_path / "whole"))
-    sampler = mcmc(CASES["rows"](), store=tmp_path / "run")
+    expected = results(run(kernel(), store=tmp_path / "whole"))
+    sampler = mcmc(kernel(), store=tmp_path / "run")
     pyro.set_rng_seed(1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with pytest.MonkeyPatch.context() as patch:
@@ -319,7 +331,7 @@ def test_a_full_disk_is_named_and_the_store_can_be_read(
     slope = torch.from_numpy(tree["posterior"].to_dataset()["net.slope"].values[:, :written])
     assert torch.equal(slope, expected["samples"]["net/slope"][:, :written])
     assert torch.equal(sampler.get_samples(group_by_chain=True)["net/slope"], slope)
-    assert same(results(run(CASES["rows"](), store=tmp_path / "run", resume=True, seed=2)), expected)
+    assert same(results(run(kernel(), store=tmp_path / "run", resume=True, seed=2)), expected)
 
 
 def test_a_record_that_cannot_be_written_is_the_disks_fault(tmp_path: Path) -> None:
@@ -346,7 +358,7 @@ def test_the_store_opens_while_the_run_goes_on(tmp_path: Path, monkeypatch: pyte
         return xr.open_datatree(tmp_path / "run", engine="zarr").load()
 
     with pytest.raises(Crash):
-        run(CASES["rows"](), store=tmp_path / "run")
+        run(kernel(), store=tmp_path / "run")
     (tree,) = trees
     assert tree.attrs["draws"] == 6 and tree.attrs["latent_site"] == ["net/slope", "scale"]
     slope = tree["posterior"]["net.slope"]
@@ -359,7 +371,7 @@ def test_the_store_opens_while_the_run_goes_on(tmp_path: Path, monkeypatch: pyte
 
 
 def test_arviz_has_the_same_draws_from_the_run_and_from_the_store(tmp_path: Path) -> None:
-    sampler = run(CASES["rows"](), store=tmp_path / "run")
+    sampler = run(kernel(), store=tmp_path / "run")
     exported = from_pyro(sampler)
     with xr.open_dataset(tmp_path / "run", engine="zarr", group="posterior") as posterior:
         for name in ("net.slope", "scale"):
@@ -369,7 +381,7 @@ def test_arviz_has_the_same_draws_from_the_run_and_from_the_store(tmp_path: Path
 
 
 def test_sites_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = run(CASES["rows"](), store=tmp_path / "run")
+    sampler = run(kernel(), store=tmp_path / "run")
     read, paths = store.Store.read, []
 
     def reading(self: Any, path: str, draws: int) -> Tensor:
@@ -383,7 +395,7 @@ def test_sites_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_memory_is_that_of_a_block(tmp_path: Path) -> None:
-    sampler = run(CASES["rows"](), store=tmp_path / "run")
+    sampler = run(kernel(), store=tmp_path / "run")
     assert isinstance(sampler._draws, store.DrawsOnDisk)
     assert len(sampler._draws._positions) == 3
     assert sampler._draws._recorder._blocks == {} and sampler._draws._recorder._pending == []
@@ -402,7 +414,7 @@ def test_chunks_hold_whole_blocks_and_few_rows(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_blocks_are_a_twentieth_of_the_run_or_64_megabytes() -> None:
-    chains = CASES["rows"]().start((X, Y), num_chains=2)
+    chains = kernel().start((X, Y), num_chains=2)
     assert store.block_of_draws(chains, 1000) == 50
     assert store.block_of_draws(chains, 7) == 1
     chains.state = (torch.zeros(2, 1_000_000),)
@@ -425,51 +437,51 @@ def wider_model(x: Tensor, y: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "options", "message"),
+    ("make", "options", "message"),
     [
-        (lambda: BAOA(another_model, step_size=0.01), {}, "the model was regression .* and is another_model"),
-        (lambda: BAOA(wider_model, step_size=0.01), {}, r"its sites was .*\(2, 3\).* and is .*\(2, 4\)"),
-        (lambda: SGHMC(regression, step_size=0.01), {}, "the kernel was BAOA and is SGHMC"),
-        (lambda: BAOA(regression, step_size=0.02), {}, "step_size was 0.01 and is 0.02"),
-        (lambda: BAOA(regression, step_size=0.01, friction=2.0), {}, "friction was 1.0 and is 2.0"),
-        (lambda: BAOA(regression, step_size=0.01, jit="eager"), {}, "jit was 'auto' and is 'eager'"),
-        (CASES["rows"], {"num_samples": 10}, "num_samples was 9 and is 10"),
-        (CASES["rows"], {"num_chains": 3}, "num_chains was 2 and is 3"),
-        (CASES["rows"], {"thinning": 1}, "thinning was 2 and is 1"),
-        (CASES["rows"], {"store_every": 4}, "store_every was 3 and is 4"),
+        (lambda: kernel(model=another_model), {}, "the model was regression .* and is another_model"),
+        (lambda: kernel(model=wider_model), {}, r"its sites was .*\(2, 3\).* and is .*\(2, 4\)"),
+        (lambda: kernel(SGHMC), {}, "the kernel was BAOA and is SGHMC"),
+        (lambda: kernel(step_size=0.02), {}, "step_size was 0.01 and is 0.02"),
+        (lambda: kernel(friction=2.0), {}, "friction was 1.0 and is 2.0"),
+        (lambda: kernel(jit="auto"), {}, "jit was 'eager' and is 'auto'"),
+        (kernel, {"num_samples": 10}, "num_samples was 9 and is 10"),
+        (kernel, {"num_chains": 3}, "num_chains was 2 and is 3"),
+        (kernel, {"thinning": 1}, "thinning was 2 and is 1"),
+        (kernel, {"store_every": 4}, "store_every was 3 and is 4"),
     ],
 )
 def test_another_run_is_refused(
-    kernel: Callable[[], StochasticGradientKernel], options: dict[str, Any], message: str, tmp_path: Path
+    make: Callable[[], StochasticGradientKernel], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    crashed(tmp_path / "run", CASES["rows"](), 10)
+    crashed(tmp_path / "run", kernel(), 10)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.name != "lock"}
     with pytest.raises(ValueError, match=f"run holds another run: .*{message}"):
-        run(kernel(), store=tmp_path / "run", resume=True, **options)
+        run(make(), store=tmp_path / "run", resume=True, **options)
     after = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.name != "lock"}
     assert after == before
 
 
 def test_other_data_are_refused(tmp_path: Path) -> None:
-    crashed(tmp_path / "run", CASES["rows"](), 10)
+    crashed(tmp_path / "run", kernel(), 10)
     with pytest.raises(ValueError, match=r"its data was tuple .* and is tuple"):
-        mcmc(CASES["rows"](), store=tmp_path / "run", resume=True).run(X, Y + 1)
+        mcmc(kernel(), store=tmp_path / "run", resume=True).run(X, Y + 1)
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    run(CASES["rows"](), store=tmp_path / "run")
+    run(kernel(), store=tmp_path / "run")
     with pytest.raises(FileExistsError, match="holds a run already; pass resume=True"):
-        run(CASES["rows"](), store=tmp_path / "run")
+        run(kernel(), store=tmp_path / "run")
     (tmp_path / "thesis").mkdir()
     with pytest.raises(FileExistsError, match="thesis exists and is no store of draws"):
-        mcmc(CASES["rows"](), store=tmp_path / "thesis", resume=True)
+        mcmc(kernel(), store=tmp_path / "thesis", resume=True)
 
 
 def test_a_finished_run_is_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = run(CASES["rows"](), store=tmp_path / "run")
+    first = run(kernel(), store=tmp_path / "run")
     expected, seconds = results(first), first.sampling_time
     monkeypatch.setattr(Chains, "advance", None)
-    again = run(CASES["rows"](), store=tmp_path / "run", resume=True, seed=7)
+    again = run(kernel(), store=tmp_path / "run", resume=True, seed=7)
     assert same(results(again), expected)
     assert again.sampling_time == seconds > 0
 
@@ -477,15 +489,15 @@ def test_a_finished_run_is_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_sampling_time_goes_on_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(1000))
     monkeypatch.setattr("pyro_sym.infer.vectorized.time.perf_counter", lambda: float(next(ticks)))
-    assert run(CASES["rows"]()).sampling_time == 14
-    crashed(tmp_path / "run", CASES["rows"](), 9)  # of which the last block has 3 of the warm-up and 3
-    resumed = run(CASES["rows"](), store=tmp_path / "run", resume=True)
+    assert run(kernel()).sampling_time == 14
+    crashed(tmp_path / "run", kernel(), 9)  # of which the last block has 3 of the warm-up and 3
+    resumed = run(kernel(), store=tmp_path / "run", resume=True)
     assert resumed.sampling_time == 14
     assert xr.open_datatree(tmp_path / "run", engine="zarr").attrs["sampling_time"] == 14
 
 
 def test_two_processes_do_not_write_to_one_store(tmp_path: Path) -> None:
-    crashed(tmp_path / "run", CASES["rows"](), 10)
+    crashed(tmp_path / "run", kernel(), 10)
     code = (
         "import fcntl, sys; lock = open(sys.argv[1], 'w'); fcntl.lockf(lock, fcntl.LOCK_EX); "
         "print(flush=True); sys.stdin.read()"
@@ -495,26 +507,26 @@ def test_two_processes_do_not_write_to_one_store(tmp_path: Path) -> None:
         assert other.stdout is not None
         other.stdout.readline()
         with pytest.raises(BlockingIOError, match=r"another process is writing to .*run; wait for it"):
-            run(CASES["rows"](), store=tmp_path / "run", resume=True)
-    run(CASES["rows"](), store=tmp_path / "run", resume=True)
+            run(kernel(), store=tmp_path / "run", resume=True)
+    run(kernel(), store=tmp_path / "run", resume=True)
 
 
 def test_another_torch_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    crashed(tmp_path / "run", CASES["rows"](), 10)
+    crashed(tmp_path / "run", kernel(), 10)
     record = torch.load(tmp_path / "run" / "state.pt")
     torch.save({**record, "torch": "2.0"}, tmp_path / "run" / "state.pt")
     with pytest.warns(UserWarning, match=r"begun with torch 2.0 and goes on with"):
-        run(CASES["rows"](), store=tmp_path / "run", resume=True)
+        run(kernel(), store=tmp_path / "run", resume=True)
     torch.save({**record, "format": 99}, tmp_path / "run" / "state.pt")
     with pytest.raises(ValueError, match="has format 99, this version of pyro_sym reads 1"):
-        run(CASES["rows"](), store=tmp_path / "run", resume=True)
+        run(kernel(), store=tmp_path / "run", resume=True)
 
 
 def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="store_every is 0; pass an integer >= 1"):
-        mcmc(CASES["rows"](), store=tmp_path / "run", store_every=0)
+        mcmc(kernel(), store=tmp_path / "run", store_every=0)
     with pytest.raises(ValueError, match="about a store, and none is given"):
-        mcmc(CASES["rows"](), store_every=None, resume=True)
+        mcmc(kernel(), store_every=None, resume=True)
     monkeypatch.setitem(sys.modules, "zarr", None)
     with pytest.raises(ImportError, match=r"pip install 'pyro-sym\[store\]'"):
-        mcmc(CASES["rows"](), store=tmp_path / "run")
+        mcmc(kernel(), store=tmp_path / "run")
