@@ -7,7 +7,7 @@ import functools
 import hashlib
 import types
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -99,7 +99,7 @@ class _Digest:
             case DataLoader():
                 return (value.batch_size, value.drop_last, value.dataset, type(value.sampler))
             case Distribution():
-                numbers = tuple(getattr(value, name, None) for name in type(value).arg_constraints)
+                numbers = tuple(getattr(value, name, None) for name in cast(Any, value).arg_constraints)
                 base = getattr(value, "base_dist", None)
                 return (tuple(value.batch_shape), tuple(value.event_shape), base, numbers)
             case functools.partial():

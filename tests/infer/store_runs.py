@@ -21,6 +21,7 @@ import torch
 import zarr  # noqa: F401
 from torch import Tensor
 
+from pyro_sym.infer.chains import Chains
 from pyro_sym.infer.kernels import BAOA
 from pyro_sym.infer.preconditioners import PerSite
 from pyro_sym.infer.vectorized import VectorizedMCMC
@@ -42,14 +43,20 @@ def results(mcmc: VectorizedMCMC) -> dict[str, Any]:
     }
 
 
-def run(store: Path, target: Path, seed: int, started: int | None = None) -> None:
-    """One run in one process, to the end."""
+def run(store: Path, target: Path, seed: int, begun: int) -> None:
+    """One run in one process, to the end; a byte is written when its steps begin."""
     pyro.set_rng_seed(seed)
     data = torch.Generator().manual_seed(0)
     x, y = (torch.randn(*shape, generator=data) for shape in ((20, 3), (20,)))
     kernel = BAOA(model, step_size=0.01, preconditioner=PerSite())
-    if started is not None:
-        os.write(started, b".")
+    advance = Chains.advance
+
+    def first(self: Chains, *args: Any, **kwargs: Any) -> None:
+        os.write(begun, b".")
+        Chains.advance = advance  # type: ignore[method-assign]
+        advance(self, *args, **kwargs)
+
+    Chains.advance = first  # type: ignore[method-assign]
     mcmc = VectorizedMCMC(
         kernel, 150, 45, 2, 2, disable_progbar=True, store=store, resume=True, store_every=6
     )
@@ -57,22 +64,25 @@ def run(store: Path, target: Path, seed: int, started: int | None = None) -> Non
     torch.save(results(mcmc), target)
 
 
-def fork(store: Path, target: Path, seed: int, seconds: float | None = None) -> bool:
-    """Run in a process of its own, killed after some seconds; whether it came to its end before."""
-    heard, started = os.pipe()
+def fork(
+    store: Path, target: Path, seed: int, seconds: float | None = None, among_steps: bool = False
+) -> bool:
+    """Run in a process of its own, killed some seconds after its start or its first step; whether it ended."""
+    heard, begun = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            run(store, target, seed, started)
+            run(store, target, seed, begun)
         finally:
             os._exit(not target.exists())
-    os.read(heard, 1)
-    os.close(heard)
-    os.close(started)
+    os.close(begun)
+    if among_steps:
+        os.read(heard, 1)
     if seconds is not None:
         time.sleep(seconds)
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
+    os.close(heard)
     return not os.WIFSIGNALED(status)
 
 
@@ -87,7 +97,7 @@ def main(folder: Path, kills: int) -> None:
         done = []  # draws after each kill
         while kills > 0:
             seed = 100 + kills if store.exists() else 1
-            if fork(store, target, seed, seconds=moments.uniform(0, 0.3 * seconds)):
+            if fork(store, target, seed, moments.uniform(0, 0.15 * seconds), among_steps=kills % 4 > 0):
                 break
             kills -= 1
             if store.exists():
