@@ -67,7 +67,7 @@ def run(store: Path, target: Path, seed: int, begun: int) -> None:
 def fork(
     store: Path, target: Path, seed: int, seconds: float | None = None, among_steps: bool = False
 ) -> bool:
-    """Run in a process of its own, killed some seconds after its start or its first step; whether it ended."""
+    """Run in a process of its own, killed seconds after its start or its first step; whether it ended."""
     heard, begun = os.pipe()
     child = os.fork()
     if child == 0:
