@@ -81,6 +81,13 @@ def bench_sgmcmc(session: nox.Session) -> None:
     session.run("python", "-W", "ignore", "benchmarks/sgmcmc.py", *session.posargs)
 
 
+@nox.session(default=False)
+def bench_store(session: nox.Session) -> None:
+    """Take what draws of 10⁶ weights on disk cost: time, memory, a summary; ``-- --json FILE`` keeps it."""
+    install(session, extras="[store]")
+    session.run("python", "-W", "ignore", "benchmarks/store.py", *session.posargs)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, docstrings and format with ruff; with ``-- --fix``, mend what can be mended."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import pyro
@@ -85,12 +86,14 @@ class Chains:
         self._fused = fused
         self._last_numbers: tuple[Any, list[Tensor]] | None = None
         self._groups = groups(*position.shape)
+        self._ahead: list[_Ahead] = []
         if fused is not None:
             assert isinstance(source, PlateRows)
             noise = position[self._groups[0]].numel()
             self._noise_ahead = _Ahead(lambda steps: {"": self._draw_noise(steps)}, noise)
             rows = len(position) * sum(plate.subsample_size for plate in source.plates.values())
             self._rows_ahead = _Ahead(source.draw_many, rows)
+            self._ahead = [self._noise_ahead, self._rows_ahead]
         self._noiseless = position.new_zeros(()).expand_as(position)
         sizes = list(potential.sizes.values())
         self._tuning = kernel.preconditioner.init(position, sizes)
@@ -141,6 +144,43 @@ class Chains:
                 state = (position[group], *(part[group] for part in self.state[1:]))
                 self._arrive(group, state, minibatch.of(group))
             self._tune(warming_up=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that steps to come depend on, besides kernel and data and torch's random state."""
+        return {
+            "step": self.step,
+            "step_size": self.step_size,
+            "temperature": self.temperature,
+            "state": list(self.state),
+            "energy": self.energy,
+            "gradient": self.gradient,
+            "tuning": dict(self._tuning),
+            "diverged": {chain: astuple(divergence) for chain, divergence in self.diverged.items()},
+            "source": self.source.state_dict(),
+            "ahead": [ahead.state_dict() for ahead in self._ahead],
+            "gradients": [gradient.state_dict() for gradient in self._gradients()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, of chains of the same kernel, model and data."""
+        device = self.position.device
+        self.step, self.step_size, self.temperature = (
+            state[name] for name in ("step", "step_size", "temperature")
+        )
+        self.state = tuple(part.to(device) for part in state["state"])
+        self.energy, self.gradient = state["energy"].to(device), state["gradient"].to(device)
+        self._tuning = {name: values.to(device) for name, values in state["tuning"].items()}
+        self.inverse_mass = self.kernel.preconditioner.inverse_mass(self._tuning)
+        self.diverged.clear()
+        self.diverged.update({chain: Divergence(*end) for chain, end in state["diverged"].items()})
+        self.source.load_state_dict(state["source"])
+        for ahead, own in zip(self._ahead, state["ahead"], strict=True):
+            ahead.load_state_dict(own, device)
+        for gradient, own in zip(self._gradients(), state["gradients"], strict=True):
+            gradient.load_state_dict(own)
+
+    def _gradients(self) -> list[ChainGradient]:
+        return [self._gradient_of] if self._fused is None else [self._gradient_of, self._fused.gradient]
 
     def advance(self, steps: int, *, warming_up: bool) -> None:
         """Take steps.
@@ -377,20 +417,30 @@ class _Ahead:
     def __init__(self, draw: Callable[[int], dict[str, Tensor]], numel: int) -> None:
         self._draw = draw
         self._numel = numel
-        self._blocks: Iterator[dict[str, Tensor]] = iter(())
+        self._blocks: deque[dict[str, Tensor]] = deque()
         self._steps = 0
 
     def take(self, steps: int) -> dict[str, Tensor]:
         """The numbers of the next block of steps."""
-        block = next(self._blocks, None) if steps == self._steps else None
-        if block is None:
+        if not self._blocks or steps != self._steps:
             count = max(1, min(self.MAX_BLOCKS, self.MAX_NUMEL // max(1, steps * self._numel)))
             drawn = self._draw(steps * count)
             parts = zip(*(tensor.split(steps) for tensor in drawn.values()), strict=True)
             blocks = [dict(zip(drawn, part, strict=True)) for part in parts] or [{}] * count
-            self._blocks, self._steps = iter(blocks), steps
-            block = next(self._blocks)
-        return block
+            self._blocks, self._steps = deque(blocks), steps
+        return self._blocks.popleft()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The numbers drawn and not yet taken."""
+        blocks = [{name: numbers.clone() for name, numbers in block.items()} for block in self._blocks]
+        return {"steps": self._steps, "blocks": blocks}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Go on with these numbers."""
+        self._steps = state["steps"]
+        self._blocks = deque(
+            {name: numbers.to(device) for name, numbers in block.items()} for block in state["blocks"]
+        )
 
 
 def _quiet() -> ExitStack:
@@ -435,6 +485,11 @@ class Recorder:
         """Statistics of all draws so far, in float64, of shape ``(draws, C)`` or ``(draws, C, sites)``."""
         self._flush()
         return {name: torch.cat(blocks) for name, blocks in self._blocks.items()}
+
+    def take(self) -> dict[str, Tensor]:
+        """The statistics since they were last taken, as :meth:`statistics` has them, to keep elsewhere."""
+        taken, self._blocks = self.statistics(), {}
+        return taken
 
     def _flush(self) -> None:
         if not self._pending:

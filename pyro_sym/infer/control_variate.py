@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pyro
@@ -94,6 +95,19 @@ class ControlVariate:
             energy[:chains] - energy[chains:] + self._energy,
             slope[:chains] - slope[chains:] + self._slope,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The centre, with energy and gradient there."""
+        known = {"center": self.center, "energy": self._energy, "slope": self._slope}
+        return {**known, "gradient": self._gradient.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        device = self.center.device
+        self.center, self._energy, self._slope = (
+            state[name].to(device) for name in ("center", "energy", "slope")
+        )
+        self._gradient.load_state_dict(state["gradient"])
 
 
 def find_mode(full: FullGradient, start: Tensor) -> Tensor:

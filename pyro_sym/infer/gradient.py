@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, Protocol, cast, get_args
 
 import pyro
 import torch
@@ -37,8 +37,22 @@ __all__ = ["ChainGradient", "Gradient", "Jit", "groups", "potential_on"]
 
 Jit = Literal["auto", "eager", "trace", "compile"]
 
-ChainGradient = Callable[[Tensor, Minibatch], tuple[Tensor, Tensor]]
-"""From positions ``(C, d)`` and a minibatch to energies ``(C,)`` and gradients ``(C, d)``."""
+
+class ChainGradient(Protocol):
+    """From positions ``(C, d)`` and a minibatch to energies ``(C,)`` and gradients ``(C, d)``."""
+
+    def __call__(self, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
+        """Evaluate for all chains."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What results depend on besides the arguments and the model."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        ...
+
 
 # Chains of more values than this are worked on one after the other.
 LARGE = 50_000
@@ -135,6 +149,15 @@ class Gradient:
         for one in chains:
             energy[one], gradient[one] = self(position[one], minibatch.of(one))
         return energy, gradient
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is in use, if not what was asked for: another way rounds otherwise."""
+        return {"mode": self.mode, "reason": self.reason}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Fall back to what is in use there."""
+        if state["reason"] is not None:
+            self.mode, self.reason = state["mode"], state["reason"]
 
     def eager(self, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
         """The same by running the model once a chain: the reference that the graph is held to."""

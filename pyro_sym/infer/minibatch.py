@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,7 +103,7 @@ class PlateRows:
     def __init__(self, plates: Mapping[str, SubsampledPlate], num_chains: int, shared: bool = False) -> None:
         self.plates = plates
         self.shape = () if shared else (num_chains,)
-        self._ahead: Iterator[Minibatch] = iter(())
+        self._ahead: deque[Minibatch] = deque()
 
     def first(self) -> Minibatch:
         """A minibatch to try the model on."""
@@ -109,13 +111,11 @@ class PlateRows:
 
     def draw(self) -> Minibatch:
         """The minibatch of one step, independent of those of all others."""
-        minibatch = next(self._ahead, None)
-        if minibatch is None:
+        if not self._ahead:
             drawn = self.draw_many(self._independent_steps())
             steps = zip(*drawn.values(), strict=True) if drawn else [()]
-            self._ahead = iter([Minibatch(dict(zip(drawn, rows, strict=True))) for rows in steps])
-            minibatch = next(self._ahead)
-        return minibatch
+            self._ahead.extend(Minibatch(dict(zip(drawn, rows, strict=True))) for rows in steps)
+        return self._ahead.popleft()
 
     def _independent_steps(self) -> int:
         """For how many steps at once rows are still drawn one by one: what a call costs is shared."""
@@ -133,6 +133,14 @@ class PlateRows:
         """Rows of several steps at once, by plate, with the steps along the first dim."""
         return draw_indices(self.plates, steps, *self.shape)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What rows to come depend on besides torch's random state: those that are drawn already."""
+        return {"ahead": [minibatch.indices for minibatch in self._ahead]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self._ahead = deque(Minibatch(indices) for indices in state["ahead"])
+
 
 class Loader:
     """Batches of a ``DataLoader``, or of any iterable that can be run through again and again.
@@ -141,8 +149,12 @@ class Loader:
     chains see the same batch. The model says how many rows there are in all:
     ``pyro.plate("data", num_data, subsample_size=len(batch))``.
 
+    An epoch draws from a stream of random numbers of its own, whose seed comes from torch's generator: its
+    batches are a function of that seed, whatever the chains draw meanwhile, and so can be had again.
+
     Args:
-        batches: the iterable; each pass through it is one epoch.
+        batches: the iterable; each pass through it is one epoch. For a run to be resumed, its batches may
+            depend on torch's random state (and a ``DataLoader``'s own ``generator``), and on no other.
 
     Raises:
         ValueError: if it yields no batch, or can't be run through a second time.
@@ -150,12 +162,12 @@ class Loader:
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self.batches = batches
-        self._running: Iterator[Any] = iter(batches)
-        if self._running is batches:
+        if iter(batches) is batches:
             raise ValueError(
                 f"batches is {batches!r}, which can be run through once only; pass a DataLoader, a list, or "
                 "another object that starts anew each time it is iterated over"
             )
+        self._begin(_seed())
 
     def cover(self) -> Iterator[tuple[float, Minibatch]]:
         """The batches of one epoch, weighted by their number of rows."""
@@ -173,11 +185,58 @@ class Loader:
 
     def draw(self) -> Minibatch:
         """The next batch; after the last one, the first of a new epoch."""
-        batch = next(self._running, None)
+        batch = self._next()
         if batch is None:
-            self._running = iter(self.batches)
-            batch = next(self._running)
+            self._begin(_seed())
+            batch = self._next()
         return Minibatch(args=_as_args(batch))
+
+    def _begin(self, seed: int) -> None:
+        """Begin an epoch; its first batch starts the iterator, so that nothing comes between the two."""
+        self._seed, self._seen = seed, 0
+        self._stream = torch.Generator().manual_seed(seed).get_state()
+        self._running: Iterator[Any] | None = None
+
+    def _next(self) -> Any:
+        if self._running is None:
+            self._began = [generator.get_state() for generator in _generators(self.batches)]
+        with self._in_stream():
+            self._running = iter(self.batches) if self._running is None else self._running
+            self._seen += 1
+            return next(self._running, None)
+
+    @contextmanager
+    def _in_stream(self) -> Iterator[None]:
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self._stream)
+        try:
+            yield
+        finally:
+            self._stream = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the epoch, and how the epoch began."""
+        return {"seed": self._seed, "seen": self._seen, "generators": self._began}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin the epoch again and pass over the batches that were seen."""
+        for generator, began in zip(_generators(self.batches), state["generators"], strict=True):
+            generator.set_state(began)
+        self._begin(state["seed"])
+        for _ in range(state["seen"]):
+            self._next()
+
+
+def _seed() -> int:
+    return int(torch.randint(2**63 - 1, ()))
+
+
+def _generators(batches: Any) -> list[torch.Generator]:
+    """The generators that a ``DataLoader`` was given, for itself or its sampler, each once."""
+    owners = (batches, getattr(batches, "sampler", None))
+    found = [generator for owner in owners if (generator := getattr(owner, "generator", None)) is not None]
+    return list({id(generator): generator for generator in found}.values())
 
 
 def _as_args(batch: Any) -> tuple[Any, ...]:

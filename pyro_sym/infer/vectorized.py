@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import math
+import os
+import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, Literal, Unpack
 
-import torch
 from pyro.infer.mcmc.util import diagnostics, print_summary, select_samples
 from torch import Tensor
 
-from pyro_sym.infer.chains import Chains, Divergence, Recorder
+from pyro_sym.infer.chains import Chains, Divergence
+from pyro_sym.infer.draws import Draws, DrawsInMemory
+from pyro_sym.infer.fingerprint import describe
 from pyro_sym.infer.kernels import BAOA, SGHMC
 from pyro_sym.infer.skeleton import Options, StochasticGradientKernel
+from pyro_sym.infer.store import DrawsOnDisk, Store, block_of_draws, random_state, set_random_state
 
 __all__ = ["VectorizedMCMC", "deep_ensemble"]
 
@@ -39,12 +43,24 @@ class VectorizedMCMC:
             ``"mask"`` the chain: its draws from there on are NaN, ``diverged`` says where and why, and the
             others go on.
         disable_progbar: whether to show no progress bar.
+        store: a directory to write draws and statistics to, a block at a time, instead of keeping them in
+            memory (:class:`~pyro_sym.infer.store.Store`). It can be opened while the run goes on:
+            ``xarray.open_datatree(store, engine="zarr")``.
+        resume: whether to go on from the last block of a run in ``store``, to the very bits that it would
+            have come to; without one there a run is begun, and a finished one is only read. It has to be the
+            same run: model and data, kernel, and numbers of draws and chains. Seed and starting values don't
+            matter any more. Batches have to depend on torch's random state alone
+            (:class:`~pyro_sym.infer.minibatch.Loader`), and ``torch.get_num_threads()`` to be what it was.
+        store_every: draws a block, of which a crash may cost one; by default 1/20 of the run, and at most
+            64 MB.
 
     Attributes:
         diverged: by chain, a :class:`~pyro_sym.infer.chains.Divergence` with step and reason.
+        sampling_time: seconds that the draws took, warm-up included, and those before a crash.
 
     Raises:
         ValueError: if an argument is out of range.
+        ImportError: if ``store`` is given and Zarr is not installed.
 
     Example:
         >>> def model(y):
@@ -72,6 +88,9 @@ class VectorizedMCMC:
         initial_values: Mapping[str, Tensor] | None = None,
         on_divergence: Literal["raise", "mask"] = "raise",
         disable_progbar: bool = False,
+        store: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+        store_every: int | None = None,
     ) -> None:
         if not isinstance(kernel, StochasticGradientKernel):
             raise TypeError(
@@ -85,6 +104,7 @@ class VectorizedMCMC:
             ("warmup_steps", warmup_steps, 0),
             ("num_chains", num_chains, 1),
             ("thinning", thinning, 1),
+            *([] if store_every is None else [("store_every", store_every, 1)]),
         ):
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} is {value!r}; pass an integer >= {least}")
@@ -92,6 +112,8 @@ class VectorizedMCMC:
             raise ValueError(f"on_divergence is {on_divergence!r}; pass 'raise' or 'mask'")
         if initial_params is not None and initial_values is not None:
             raise ValueError("both initial_params and initial_values are given; pass one of them")
+        if store is None and (resume or store_every is not None):
+            raise ValueError("resume and store_every are about a store, and none is given; pass store=path")
         self.kernel = kernel
         self.num_samples = num_samples
         self.warmup_steps = warmup_steps
@@ -101,13 +123,14 @@ class VectorizedMCMC:
         self.initial_values = initial_values
         self.on_divergence = on_divergence
         self.disable_progbar = disable_progbar
+        self.store = None if store is None else Store(store)
+        self.resume = resume
+        self.store_every = store_every
         self.diverged: dict[int, Divergence] = {}
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] = {}
         self._chains: Chains | None = None
-        self._recorder: Recorder | None = None
-        self._positions = torch.empty(0)  # shape: (draws, C, d)
-        self._num_draws = 0
+        self._draws: Draws | None = None
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         """Draw ``num_samples`` from each chain.
@@ -120,40 +143,93 @@ class VectorizedMCMC:
             **kwargs: the model's keyword arguments.
 
         Raises:
-            ValueError: if the model can't be sampled, or initial values don't fit it.
+            ValueError: if the model can't be sampled, initial values don't fit it, or the store holds another
+                run.
             DivergenceError: if a chain diverges, unless chains are masked.
+            FileExistsError: if there is something at the path of the store, and it is not to be resumed.
+            OSError: if the store can't be written, as when the disk is full.
         """
         self._args, self._kwargs = args, kwargs
-        chains = self.kernel.start(
-            args,
-            kwargs,
+        with ExitStack() as stack:
+            if self.store is None:
+                chains = self._start()
+                draws: Draws = DrawsInMemory(chains, self.num_samples)
+            else:
+                stack.callback(self.store.close)
+                chains, draws = self._start_with(self.store)
+            self._chains, self.diverged = chains, chains.diverged
+            self._draws = stack.enter_context(draws)
+            began = time.perf_counter() - draws.sampling_time
+            for draw in self._progress(chains, draws.done):
+                chains.advance(self.thinning, warming_up=draw < self.warmup_steps)
+                if draw >= self.warmup_steps:
+                    draws.append()
+                draws.proceed(time.perf_counter() - began)
+
+    def _start(self) -> Chains:
+        return self.kernel.start(
+            self._args,
+            self._kwargs,
             num_chains=self.num_chains,
             initial_params=self.initial_params,
             initial_values=self.initial_values,
             on_divergence=self.on_divergence,
         )
-        self._chains, self._recorder = chains, Recorder(chains)
-        self.diverged = chains.diverged
-        self._positions = chains.position.new_empty(self.num_samples, *chains.position.shape)
-        self._num_draws = 0
-        for draw in self._progress(chains):
-            chains.advance(self.thinning, warming_up=draw < self.warmup_steps)
-            if draw >= self.warmup_steps:
-                self._keep(chains)
 
-    def _keep(self, chains: Chains) -> None:
-        assert self._recorder is not None
-        row = self._positions[self._num_draws]
-        row.copy_(chains.position)
-        if chains.diverged:
-            row[list(chains.diverged)] = math.nan
-        self._recorder.append()
-        self._num_draws += 1
+    def _start_with(self, store: Store) -> tuple[Chains, Draws]:
+        """Start the chains, or start them once more as they were started, and set them to where they were."""
+        if store.exists():
+            if not self.resume:
+                raise FileExistsError(
+                    f"{store.path} holds a run already; pass resume=True to go on with it, or another path"
+                )
+            store.lock()
+            set_random_state(store.record()["start"])
+        start = random_state()
+        chains = self._start()
+        block = self.store_every or block_of_draws(chains, self.num_samples)
+        return chains, DrawsOnDisk(store, chains, self.num_samples, block, self._fingerprint(chains), start)
 
-    def _progress(self, chains: Chains) -> Any:
+    def _fingerprint(self, chains: Chains) -> dict[str, str]:
+        """What makes this run the one it is."""
+        kernel, sites = self.kernel, chains.potential.program.latents
+        shapes = {
+            name: (value.dtype, tuple(value.shape)) for name, site in sites.items() for value in [site.value]
+        }
+        own = {name: value for name, value in vars(kernel).items() if not name.startswith("_")}
+        for name in ("model", "transforms", "init_strategy", "thinning"):
+            del own[name]
+        return {
+            "the model": describe(kernel.model, leave_out=sites),
+            "its data": describe((self._args, self._kwargs)),
+            "its sites": ", ".join(
+                f"{n} {dtype} {shape} {sites[n].support}" for n, (dtype, shape) in shapes.items()
+            ),
+            "the kernel": type(kernel).__name__,
+            **{name: describe(value) for name, value in own.items()},
+            **{
+                name: repr(getattr(self, name))
+                for name in (
+                    "num_samples",
+                    "warmup_steps",
+                    "num_chains",
+                    "thinning",
+                    "on_divergence",
+                    "store_every",
+                )
+            },
+        }
+
+    @property
+    def sampling_time(self) -> float:
+        """Seconds that the draws took, warm-up included, and those before a crash."""
+        return 0.0 if self._draws is None else self._draws.sampling_time
+
+    def _progress(self, chains: Chains, done: int) -> Any:
         from tqdm.auto import tqdm
 
-        bar = tqdm(range(self.warmup_steps + self.num_samples), disable=self.disable_progbar)
+        total = self.warmup_steps + self.num_samples
+        bar = tqdm(range(done, total), initial=done, total=total, disable=self.disable_progbar)
         for draw in bar:
             yield draw
             if not self.disable_progbar and draw % 16 == 0:
@@ -161,34 +237,28 @@ class VectorizedMCMC:
                 bar.set_postfix(chains.report(), refresh=False)
 
     @property
-    def _samples(self) -> dict[str, Tensor] | None:
+    def _samples(self) -> Mapping[str, Tensor] | None:
         """Constrained values by site, ``(C, draws, *shape)``; also where the exporter looks for draws."""
-        if self._chains is None:
-            return None
-        potential = self._chains.potential
-        positions = self._positions[: self._num_draws].transpose(0, 1)
-        return potential.constrain(potential.unflatten(positions))
+        return None if self._draws is None else self._draws.samples()
 
     @property
     def _diagnostics(self) -> list[dict[str, Any]]:
         """A report a chain, as ``pyro.infer.MCMC`` keeps them."""
-        if self._recorder is None:
+        if self._draws is None:
             return []
-        stats = self._recorder.statistics()
-        masked = self._positions[: self._num_draws].isnan().any(-1)
+        stats, diverging = self._draws.statistics(), self._draws.diverging()
         return [
             {
-                "divergences": masked[:, chain].nonzero().flatten().tolist(),
+                "divergences": diverging[:, chain].nonzero().flatten().tolist(),
                 "sample_stats": {name: values[:, chain] for name, values in stats.items()},
             }
             for chain in range(self.num_chains)
         ]
 
-    def _drawn(self) -> dict[str, Tensor]:
-        samples = self._samples
-        if samples is None:
+    def _drawn(self) -> Draws:
+        if self._draws is None:
             raise RuntimeError("there are no draws yet: call run() first")
-        return samples
+        return self._draws
 
     def get_samples(self, num_samples: int | None = None, group_by_chain: bool = False) -> dict[str, Tensor]:
         """The draws, in constrained space.
@@ -201,9 +271,10 @@ class VectorizedMCMC:
             Values by site, of shape ``(C, draws, *shape)`` if grouped by chain, otherwise ``(draws, *shape)``
             without the draws of masked chains that are NaN.
         """
-        samples = self._drawn()
+        draws = self._drawn()
+        samples = dict(draws.samples())
         if not group_by_chain and self.diverged:
-            fine = ~self._positions[: self._num_draws].transpose(0, 1).isnan().any(-1)
+            fine = ~draws.diverging().transpose(0, 1)
             samples = {name: values[fine].unsqueeze(0) for name, values in samples.items()}
         return select_samples(samples, num_samples, group_by_chain)
 
@@ -216,7 +287,7 @@ class VectorizedMCMC:
             those of the kernel's
             :meth:`~pyro_sym.infer.skeleton.StochasticGradientKernel.diagnostics`.
         """
-        report: dict[str, Any] = diagnostics(self._drawn())
+        report: dict[str, Any] = diagnostics(self._drawn().samples())
         chains = self._diagnostics
         for name in ("divergences", "sample_stats"):
             report[name] = {f"chain {chain}": own[name] for chain, own in enumerate(chains)}
@@ -228,7 +299,7 @@ class VectorizedMCMC:
         Args:
             prob: of the interval shown.
         """
-        print_summary(self._drawn(), prob=prob)
+        print_summary(self._drawn().samples(), prob=prob)
         for chain, divergence in self.diverged.items():
             print(f"chain {chain} diverged at step {divergence.step}: {divergence.what}")
 
