@@ -63,7 +63,8 @@ def distance_to_mode(
     Example:
         >>> from pyro_sym.diagnostics import distance_to_mode
         >>> locs = torch.tensor([[0.0, 5.0], [5.0, 1.0]])
-        >>> distance_to_mode({"locs": locs}, {"locs": torch.tensor([0.0, 5.0])}, Permutation({"locs": -1}))
+        >>> mode = {"locs": torch.tensor([0.0, 5.0])}
+        >>> distance_to_mode({"locs": locs}, mode, Permutation({"locs": -1})).round(decimals=6)
         tensor([0., 1.], dtype=torch.float64)
     """
     draws = Draws(samples, symmetry, group_by_chain)

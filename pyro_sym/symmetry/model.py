@@ -186,10 +186,19 @@ def _in_double(model: Callable[..., Any]) -> Callable[..., Any]:
     return model
 
 
-def _own_params() -> Any:
-    """Keep parameters that are made here out of the user's store."""
+@contextmanager
+def _own_params() -> Iterator[None]:
+    """Keep parameters that are made here out of the user's store.
+
+    Pyro's own ``scope`` would take from parameters what SVI needs of them.
+    """
     store = pyro.get_param_store()
-    return store.scope(store.get_state())
+    before = set(store.keys())
+    try:
+        yield
+    finally:
+        for name in set(store.keys()) - before:
+            del store[name]
 
 
 def _to_double(leaf: Any) -> Any:

@@ -231,6 +231,7 @@ def mixture(y: Tensor) -> None:
         pyro.sample("y", both, obs=y)
 
 
+@pytest.mark.filterwarnings("ignore:the labels of")  # the guide has not been trained
 def test_guide_with_gain_and_discrepancy() -> None:
     y = torch.tensor([-2.0, -1.5, 1.0, 2.5])
     guide = AutoSymmetrized(AutoNormal(mixture), Permutation({"locs": -1}))
@@ -254,10 +255,10 @@ def test_report_reads_well(network: Any) -> None:
     found = report(network, symmetry=SIGNED)
     text = str(found)
     assert "raw | aligned" in text and "prediction" in text
-    assert list(found.tables) == ["convergence", "relabelling", "distance"]
+    assert list(found.tables) == ["convergence", "relabelling", "confidence", "distance"]
     assert max(map(len, text.splitlines())) <= 120
     page = found._repr_html_()
-    assert page.count("<table") == 3
+    assert page.count("<table") == 4
     noted = Report(found.convergence, None, None, None, None, None, None, notes=("a < b",))
     assert "a &lt; b" in noted._repr_html_()
     assert str(noted).endswith("* a < b")

@@ -27,7 +27,7 @@ from pyro_sym.infer import gradient, store
 from pyro_sym.infer.chains import Chains, _Ahead
 from pyro_sym.infer.fused import FusedSteps
 from pyro_sym.infer.kernels import BAOA, SGHMC, SGLD, SGNHT
-from pyro_sym.infer.minibatch import Loader
+from pyro_sym.infer.minibatch import Loader, PlateRows
 from pyro_sym.infer.preconditioners import PerSite, RMSprop
 from pyro_sym.infer.schedules import Cyclical
 from pyro_sym.infer.skeleton import StochasticGradientKernel
@@ -45,6 +45,13 @@ def regression(x: Tensor, y: Tensor) -> None:
     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
     with pyro.plate("rows", len(x), subsample_size=5) as rows:
         pyro.sample("y", dist.Normal(slope.sum() * x[rows], scale), obs=y[rows])
+
+
+def many_rows(x: Tensor, y: Tensor) -> None:
+    """Of a plate as large as this, the rows of several steps are drawn at once."""
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", 6_000, subsample_size=5) as rows:
+        pyro.sample("y", dist.Normal(slope * x[rows % len(x)], 1.0), obs=y[rows % len(x)])
 
 
 def on_batches(x: Tensor, y: Tensor) -> None:
@@ -135,6 +142,7 @@ CASES: dict[str, Callable[[], StochasticGradientKernel]] = {
     "control variate": lambda: kernel(
         gradient="control_variate", center={"net/slope": torch.zeros(2, 3), "scale": torch.zeros(())}
     ),
+    "rows drawn ahead": lambda: kernel(model=many_rows),
     "loader": lambda: kernel(model=on_batches, batches=loader()),
     "loader with a generator": lambda: kernel(
         model=on_batches, batches=loader(generator=torch.Generator().manual_seed(3))
@@ -167,10 +175,10 @@ def test_a_store_changes_nothing(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(on_disk["stats"], in_memory["stats"], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("forgotten", ["random state", "gradient", "momentum", "epoch"])
+@pytest.mark.parametrize("forgotten", ["random state", "gradient", "momentum", "epoch", "rows"])
 def test_what_is_forgotten_shows(forgotten: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: each part of the state is needed for the bits to be the same."""
-    case = "loader" if forgotten == "epoch" else "rows"
+    case = {"epoch": "loader", "rows": "rows drawn ahead"}.get(forgotten, "rows")
     expected = results(run(CASES[case](), store=tmp_path / "whole"))
     crashed(tmp_path / "crashed", CASES[case](), 7)
     load = Chains.load_state_dict
@@ -186,7 +194,8 @@ def test_what_is_forgotten_shows(forgotten: str, tmp_path: Path, monkeypatch: py
 
         monkeypatch.setattr(Chains, "load_state_dict", without)
     else:
-        monkeypatch.setattr(Loader, "load_state_dict", lambda self, state: None)
+        source = Loader if forgotten == "epoch" else PlateRows
+        monkeypatch.setattr(source, "load_state_dict", lambda self, state: None)
     resumed = results(run(CASES[case](), store=tmp_path / "crashed", resume=True))
     assert not same(resumed["samples"], expected["samples"])
 

@@ -237,6 +237,7 @@ def test_views_of_views_are_averaged_over_uniform_elements() -> None:
         AutoSymmetrized(mean_field(), twice, estimator="importance")()
 
 
+@pytest.mark.filterwarnings("ignore:the labels of")  # the guide has not been trained
 def test_exports_name_the_members_inside() -> None:
     guide = AutoSymmetrized(mean_field(), NETWORK)
     exported = from_pyro_svi(guide, num_samples=20)
