@@ -236,32 +236,33 @@ for who in draws:
 # * of the **function**: log probabilities at test digits, which no symmetry changes. This is what
 #   predictions rest on.
 #
-# `from_pyro` exports raw and aligned draws side by side.
+# `from_pyro` exports all three: the function's values are one more variable beside the weights. It warns where
+# labels are in doubt, as those of units that the data hardly use are.
+
 
 # %%
-idata = ps.from_pyro(mcmc, symmetry=symmetry, model=whole)
+def log_probs(draw: dict[str, Tensor]) -> Tensor:
+    """Log probabilities of all classes at some test digits."""
+    return model.predict(draw, test_x[:50]).law.logits[0]
+
+
+idata = ps.from_pyro(mcmc, symmetry=symmetry, model=whole, functions={"log_probs": log_probs})
 idata.to_netcdf(OUT / "posterior.nc", engine="h5netcdf")
 
 import arviz as az
-import xarray as xr
 
 
-def function_draws(probes: Tensor) -> xr.Dataset:
-    """Log probabilities of all classes at some inputs, by chain and draw."""
-    logs = model.predict(mcmc.get_samples(group_by_chain=True), probes).law.logits
-    return xr.Dataset({"log_probs": (("chain", "draw", "digit", "class"), logs.unflatten(0, (CHAINS, -1)))})
-
-
-def rhats(draws: xr.Dataset) -> np.ndarray:
-    """R-hat of every coordinate of every variable."""
-    return np.concatenate([values.values.ravel() for values in az.rhat(draws).data_vars.values()])
+def rhats(group: str, variables: list[str]) -> np.ndarray:
+    """R-hat of every coordinate of some variables."""
+    found = az.rhat(ps.dataset(idata, group)[variables])
+    return np.concatenate([values.values.ravel() for values in found.data_vars.values()])
 
 
 sites = ["0.bias", "2.weight", "2.bias"]  # the 2,048 weights of pixels would take a while
 r_hat = {
-    "raw weights": rhats(ps.dataset(idata, "posterior")[sites]),
-    "aligned weights": rhats(ps.dataset(idata, "posterior_aligned")[sites]),
-    "function": rhats(function_draws(test_x[:50])),
+    "raw weights": rhats("posterior", sites),
+    "aligned weights": rhats("posterior_aligned", sites),
+    "function": rhats("posterior", ["log_probs"]),
 }
 temperature = ps.dataset(idata, "sample_stats")["kinetic_temperature"]
 print(f"\n{'R-hat':<20}{'median':>10}{'95 %':>10}")
