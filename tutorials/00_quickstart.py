@@ -63,8 +63,8 @@ def model(x: torch.Tensor) -> None:
         pyro.sample("x", dist.MixtureSameFamily(dist.Categorical(weights), components), obs=x)
 
 
-# The symmetry, found: relabelling the components, on one axis of each site, counted from the right. By hand it
-# is ps.Permutation({"weights": -1, "locs": -2, "scales": -2}); ps.check_symmetry says whether that is so.
+# The symmetry, found: relabelling the components, on one axis of each site, counted from the right. By hand
+# it is ps.Permutation({"weights": -1, "locs": -2, "scales": -2}); ps.check_symmetry says whether that is so.
 symmetry = ps.find_symmetry(model, x)
 print(symmetry)
 

@@ -236,8 +236,8 @@ for who in draws:
 # * of the **function**: log probabilities at test digits, which no symmetry changes. This is what
 #   predictions rest on.
 #
-# `from_pyro` exports all three: the function's values are one more variable beside the weights. It warns where
-# labels are in doubt, as those of units that the data hardly use are.
+# `from_pyro` exports all three: the function's values are one more variable beside the weights. It warns
+# where labels are in doubt, as those of units that the data hardly use are.
 
 
 # %%
