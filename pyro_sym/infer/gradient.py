@@ -33,7 +33,16 @@ from pyro_sym.infer.graph import (
 from pyro_sym.infer.minibatch import Minibatch, draw_indices
 from pyro_sym.infer.potential import Potential
 
-__all__ = ["ChainGradient", "Gradient", "Jit", "groups", "potential_on"]
+__all__ = [
+    "ChainGradient",
+    "Gradient",
+    "Jit",
+    "groups",
+    "potential_on",
+    "relative_error",
+    "tolerance",
+    "unvalidated",
+]
 
 Jit = Literal["auto", "eager", "trace", "compile"]
 
@@ -162,7 +171,7 @@ class Gradient:
     def eager(self, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
         """The same by running the model once a chain: the reference that the graph is held to."""
         potential = potential_on(self.potential, minibatch)
-        with _unvalidated():
+        with unvalidated():
             results = [
                 potential.value_and_grad(row, minibatch.of(chain).indices)
                 for chain, row in enumerate(position)
@@ -194,7 +203,7 @@ class Gradient:
         rows = [t[0] if own else t for t, own in zip(inputs.tensors, per_chain, strict=True)]
         # Attention by plain products: torch's fused kernel has no rule for many chains at once.
         plain = sdpa_kernel(SDPBackend.MATH)
-        with _unvalidated(), plain, torch.random.fork_rng(devices=[]):
+        with unvalidated(), plain, torch.random.fork_rng(devices=[]):
             single = trace(one_chain, [position[0], *rows])
         refuse_side_effects(single)
         in_dims = (0, *[0 if own else None for own in per_chain])
@@ -332,8 +341,8 @@ class _Reference:
                     f"its graph fails elsewhere than where it was traced: {error}"
                 ) from error
             for what, wanted, result in zip(("energy", "gradient"), expected, results, strict=True):
-                deviation = _relative_error(result[chain], wanted)
-                if not deviation <= _tolerance(wanted):
+                deviation = relative_error(result[chain], wanted)
+                if not deviation <= tolerance(wanted):
                     raise UntraceableError(
                         f"its graph is right only where it was traced (elsewhere the {what} is off by "
                         f"{deviation:.1g}, relative): the model branches on values or indices, or isn't "
@@ -348,11 +357,13 @@ def groups(num_chains: int, size: int) -> list[slice]:
     return [slice(chain, chain + 1) for chain in range(num_chains)]
 
 
-def _tolerance(wanted: Tensor) -> float:
+def tolerance(wanted: Tensor) -> float:
+    """The relative error up to which a graph is right, in the precision of what it computes."""
     return 1e-8 if wanted.dtype == torch.float64 else 1e-3
 
 
-def _relative_error(result: Tensor, wanted: Tensor) -> float:
+def relative_error(result: Tensor, wanted: Tensor) -> float:
+    """The largest error, relative to the largest entry; what isn't finite has to be the same."""
     if torch.equal(result.nan_to_num(), wanted.nan_to_num()):
         return 0.0
     return float((result - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
@@ -385,7 +396,7 @@ def potential_on(potential: Potential, minibatch: Minibatch) -> Potential:
 
 
 @contextmanager
-def _unvalidated() -> Iterator[None]:
+def unvalidated() -> Iterator[None]:
     """Switch validation off, for distributions that were made before, too: it branches on values."""
     validate = Distribution._validate_sample
     Distribution._validate_sample = lambda self, value: None  # type: ignore[method-assign]

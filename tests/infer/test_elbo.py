@@ -27,7 +27,7 @@ from torch.distributions import constraints
 
 import pyro_sym as ps
 from pyro_sym import RecordedELBO
-from pyro_sym.infer.elbo import _Recording
+from pyro_sym.infer.recording import Recording
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -499,13 +499,13 @@ def test_what_cannot_be_wrapped() -> None:
 
 def test_control_a_wrong_graph_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were gradients off by a relative 1e-6, nothing would be recorded."""
-    evaluate = _Recording.evaluate
+    evaluate = Recording.evaluate
 
-    def off(self: _Recording, *args: Any, **kwargs: Any) -> Any:
+    def off(self: Recording, *args: Any, **kwargs: Any) -> Any:
         loss, gradients = evaluate(self, *args, **kwargs)
         return loss, tuple(gradient * (1 + 1e-6) for gradient in gradients)
 
-    monkeypatch.setattr(_Recording, "evaluate", off)
+    monkeypatch.setattr(Recording, "evaluate", off)
     with pytest.warns(UserWarning, match="another gradient than when they were recorded"):
         RecordedELBO().loss_and_grads(model, AutoNormal(model), DATA)
 
