@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_sym.infer.gradient import Gradient, _Reference, relative_error, _tolerance
+from pyro_sym.infer.gradient import Gradient, _Reference, relative_error, tolerance
 from pyro_sym.infer.graph import Function, UntraceableError, simplify, straight_line, trace
 from pyro_sym.infer.minibatch import Minibatch
 
@@ -180,7 +180,7 @@ class FusedSteps:
                 run = compiled(simplify(trace(block, inputs), inputs), inputs)
             for result, wanted in zip(run(*inputs), expected, strict=True):
                 deviation = relative_error(result, wanted)
-                if not deviation <= _tolerance(wanted):
+                if not deviation <= tolerance(wanted):
                     raise CompilationError(f"its result is off by {deviation:.1g}, relative")
         except (CompilationError, UntraceableError) as error:
             self.gradient._do_not_compile(error)

@@ -363,7 +363,7 @@ def tolerance(wanted: Tensor) -> float:
 
 
 def relative_error(result: Tensor, wanted: Tensor) -> float:
-    """The largest error, relative to the largest entry; what isn't finite has to be the same."""
+    """The largest error, relative to the largest entry or to 1; what isn't finite has to be the same."""
     if torch.equal(result.nan_to_num(), wanted.nan_to_num()):
         return 0.0
     return float((result - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
