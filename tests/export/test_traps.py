@@ -25,6 +25,8 @@ sequential plates                         test_groups: data_of_a_sequential_plat
 dims of size one                          test_arviz: dims_of_size_one_stay
 padding by ``Predictive``                 test_groups: predictive_draws_from_outside_...; of guides: here
 random state                              test_conversion: nothing_outside_is_touched
+statistics from several processes         tests/infer/test_kernels: several_processes
+sign of ``lp``                            tests/infer/test_kernels: ``lp`` is minus the potential energy
 given likelihoods ignored                 here
 ========================================  ==================================================================
 """
