@@ -76,6 +76,9 @@ def from_pyro(
 
     Torch's random state is left as it was: two calls simulate the same data.
 
+    ArviZ reads an opened file when it is asked for values, and keeps it locked: write what was read from a
+    file to another one, not over its own.
+
     Args:
         mcmc: a :class:`pyro.infer.MCMC` that has been run, with any kernel; a
             :class:`~pyro_sym.VectorizedMCMC`; or a dict of draws by site, each of shape
@@ -109,7 +112,8 @@ def from_pyro(
         ValueError: if there are no draws, a dim would have two sizes or the name of a variable, names clash,
             a statistic is not one value a draw, or something asked for needs a model or rows that aren't
             there.
-        TypeError: if ``mcmc`` keeps no draws, or a function returns no tensor.
+        TypeError: if ``mcmc`` keeps no draws, a function returns no tensor, a variable is complex, or
+            ``log_likelihood`` is no truth value.
         SymmetryError: if the symmetry can't act on the draws.
 
     Example:

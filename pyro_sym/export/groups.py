@@ -73,6 +73,11 @@ def convert(fit: Fit, request: Request) -> Any:
         groups["observed_data"] = stacked(model.observed, 0)
         if model.left_out:
             attrs["left_out"] = [*attrs.get("left_out", []), *model.left_out]
+    if not isinstance(request.log_likelihood, bool):  # of values given it would compute its own
+        raise TypeError(
+            f"log_likelihood is a {type(request.log_likelihood).__name__}, and must be True or False; its "
+            "values are computed from the model"
+        )
     if request.log_likelihood:
         groups["log_likelihood"] = _log_likelihood(fit, _needed(model, "log_likelihood=True"), first)
     groups["posterior_predictive"] = _posterior_predictive(fit, model, request.posterior_predictive)

@@ -51,6 +51,7 @@ class Model:
         with unseen():
             first = poutine.trace(self._at_draw).get_trace(*args, **kwargs)
             self.sites = dict(stochastic(first))
+            _refuse_flat_draws(self.sites, draw)
             self.plates = subsampled_plates(first) if shows_all else {}
             self._read(first, draw)
 
@@ -100,3 +101,16 @@ class Model:
     def ndim(self, name: str) -> int | None:
         """Number of dims of one value of a site."""
         return torch.as_tensor(self.sites[name]["value"]).dim() if name in self.sites else None
+
+
+def _refuse_flat_draws(sites: Mapping[str, Any], draw: Mapping[str, Tensor]) -> None:
+    """Draws without a chain dim would pass for as many chains, if all sites have dims of their own."""
+    for name in sites.keys() & draw.keys():
+        fn = sites[name]["fn"]
+        shape = tuple(fn.batch_shape + fn.event_shape)
+        if draw[name].dim() < len(shape):
+            raise ValueError(
+                f"a draw of site {name!r} has shape {tuple(draw[name].shape)}, and {shape} in the model; "
+                "pass draws of shape (num_chains, num_samples, *shape), as from "
+                "get_samples(group_by_chain=True)"
+            )

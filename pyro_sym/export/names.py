@@ -18,6 +18,8 @@ __all__ = ["Dims", "Groups", "Variable", "finish", "model_dims", "plate_dims", "
 
 Dims = Mapping[str, Sequence[str | None]]
 
+SAMPLE_DIMS = ("chain", "draw")
+
 
 @dataclass(frozen=True)
 class Variable:
@@ -134,7 +136,7 @@ def finish(groups: Groups, coords: Mapping[str, Any] | None, dims: Dims | None) 
         names[group] = {name: _dims(group, name, variable, shared) for name, variable in legal.items()}
         rows = _Rows(legal, names[group], shared.coords)
         values = {name: rows.keep(name, variable, _sample_ndim(group)) for name, variable in legal.items()}
-        arrays[group] = {name: _to_numpy(group, value) for name, value in values.items()}
+        arrays[group] = {name: _to_numpy(group, name, value) for name, value in values.items()}
         labels[group] = rows.coords
     return arrays, names, labels
 
@@ -206,6 +208,10 @@ def _observed(variables: Mapping[str, Variable]) -> dict[str, Variable]:
 def _legal_names(group: str, variables: Mapping[str, Variable]) -> dict[str, Variable]:
     legal: dict[str, Variable] = {}
     for name, variable in variables.items():
+        if name in SAMPLE_DIMS and _arviz.has_sample_dims(group):  # ArviZ would make a coordinate of it
+            raise ValueError(
+                f"a variable of {group} is called {name!r}, as a sample dim is; rename the site or function"
+            )
         if _legal(name) in legal:
             raise ValueError(f"two variables of {group} are called {_legal(name)!r}; rename one site")
         legal[_legal(name)] = variable
@@ -246,14 +252,19 @@ def _check_dim(dim: str, size: int, name: str, labels: Labels) -> None:
             f"dim {dim!r} has size {first_size} in {first!r} and size {size} in {name!r}; pass dims with "
             "another name for one of them"
         )
-    if dim in labels.variables or dim in ("chain", "draw"):
+    if dim in labels.variables or dim in SAMPLE_DIMS:
         raise ValueError(
             f"dim {dim!r} of {name!r} has the name of a variable or of a sample dim; pass dims with another"
         )
 
 
-def _to_numpy(group: str, value: Tensor) -> np.ndarray:
+def _to_numpy(group: str, name: str, value: Tensor) -> np.ndarray:
     value = value.detach().cpu()
+    if value.is_complex() and _arviz.has_sample_dims(group):  # one such variable fails the whole summary
+        raise TypeError(
+            f"{name!r} of {group} is complex, and ArviZ's statistics are of real numbers; export its real "
+            "and imaginary parts, as torch.view_as_real has them"
+        )
     if value.dtype == torch.bfloat16:  # which numpy doesn't have
         value = value.float()
     if value.dtype == torch.bool and group.startswith(("posterior", "prior")):  # az.summary subtracts
