@@ -103,13 +103,13 @@ def ours(model: Model, num_data: int, jit: Jit, num_chains: int = 1) -> Run:
     kernel = kernel_of(model, num_data, jit)
     mcmc = VectorizedMCMC(kernel, 16, warmup_steps=0, num_chains=num_chains, disable_progbar=True)
     mcmc.run()
-    chains = mcmc._chains
-    assert chains is not None
+    chains, draws = mcmc._chains, mcmc._draws
+    assert chains is not None and draws is not None
 
     def draw() -> None:
-        mcmc._num_draws %= mcmc.num_samples
+        draws.num_draws %= mcmc.num_samples
         chains.advance(mcmc.thinning, warming_up=False)
-        mcmc._keep(chains)
+        draws.append()
 
     return draw, num_chains * THINNING
 
