@@ -10,7 +10,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from pyro_sym.infer.chains import Chains, Recorder
+from pyro_sym.infer.chains import Chains
+from pyro_sym.infer.recorder import Recorder
 
 __all__ = ["Draws", "DrawsInMemory"]
 

@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.distributions.transforms import Transform
 
 from pyro_sym.infer import dynamics
-from pyro_sym.infer.chains import Chains, Recorder, State
+from pyro_sym.infer.chains import Chains, State
 from pyro_sym.infer.control_variate import ControlVariate, FullGradient, find_mode
 from pyro_sym.infer.fused import FusedSteps
 from pyro_sym.infer.gradient import Gradient, Jit, groups
 from pyro_sym.infer.minibatch import Loader, PlateRows
 from pyro_sym.infer.potential import Potential
 from pyro_sym.infer.preconditioners import Identity, Preconditioner
+from pyro_sym.infer.recorder import Recorder
 
 __all__ = ["Factor", "Options", "Schedule", "StochasticGradientKernel"]
 

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_sym.infer.chains import Chains, Recorder
+from pyro_sym.infer.chains import Chains
 from pyro_sym.infer.draws import Draws, keep
+from pyro_sym.infer.recorder import Recorder
 
 __all__ = ["DrawsOnDisk", "Store", "block_of_draws", "random_state", "set_random_state"]
 
