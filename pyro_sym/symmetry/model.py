@@ -80,7 +80,7 @@ def at_best_precision(
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         # A model with tensors of its own in single precision fails among doubles; a failure of another kind
         # comes again without them.
-        with suppress(RuntimeError), _default_dtype(torch.float64), _own_params():
+        with suppress(RuntimeError), default_dtype(torch.float64), _own_params():
             double = partial(tree_map, _to_double)
             return compute(Program(_in_double(model), double(args), double(kwargs)), torch.float64)
         return compute(Program(model, args, kwargs), torch.float32)
@@ -206,7 +206,8 @@ def _to_double(leaf: Any) -> Any:
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Another default dtype, for a while."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from pyro_sym.symmetry.base import Element, Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
-from pyro_sym.symmetry.model import _default_dtype
+from pyro_sym.symmetry.model import default_dtype
 from pyro_sym.symmetry.product import Product
 from pyro_sym.symmetry.replay import TOLERANCE, Replay
 from pyro_sym.symmetry.tracing import Factors, trace
@@ -111,9 +111,7 @@ class NetworkSymmetry(Viewed):
                 dropped.append(f"left out: {_name(member, size)} also moves {', '.join(outside)}")
             else:
                 kept.append(type(member)(axes))
-        moved = {site for member in kept for site in member.axes}
-        shapes = {site: shape for site, shape in self.shapes.items() if site in moved}
-        return NetworkSymmetry(kept, shapes, self.buffers, dropped)
+        return self._subgroup(kept, dropped)
 
     def where(self, holds: Callable[[Symmetry], bool]) -> NetworkSymmetry:
         """The subgroup of the members for which a condition holds.
@@ -130,6 +128,10 @@ class NetworkSymmetry(Viewed):
                 kept.append(member)
             else:
                 dropped.append(f"left out: {_name(member, size)} of {', '.join(member.sites)}")
+        return self._subgroup(kept, dropped)
+
+    def _subgroup(self, kept: list[Permutation | SignFlip], dropped: list[str]) -> NetworkSymmetry:
+        """The group of some members, seen in the shapes of this one."""
         moved = {site for member in kept for site in member.axes}
         shapes = {site: shape for site, shape in self.shapes.items() if site in moved}
         return NetworkSymmetry(kept, shapes, self.buffers, dropped)
@@ -223,7 +225,7 @@ def symmetry_of(
     """
     twin = copy.deepcopy(net).to("cpu", torch.float64).requires_grad_(True).eval()
     args, kwargs = tree_map(_to_double, (example_args, example_kwargs))
-    with _default_dtype(torch.float64), torch.random.fork_rng(devices=[]):
+    with default_dtype(torch.float64), torch.random.fork_rng(devices=[]):
         twin(*args, **kwargs)  # an error of the network's own comes as it is
         shapes, members = trace(twin, args, kwargs)
         verified = _verified(members, shapes, twin, args, kwargs)
