@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -140,12 +141,14 @@ def show(rows: list[Ratio]) -> None:
 
 def save(path: Path, rows: list[Ratio], **more: Any) -> None:
     """Write the results as JSON, with the versions of everything that took part."""
-    path.write_text(json.dumps({"rows": [asdict(r) for r in rows], **more, **_provenance()}, indent=2) + "\n")
+    path.write_text(json.dumps({"rows": [asdict(r) for r in rows], **more, **provenance()}, indent=2) + "\n")
 
 
-def _provenance() -> dict[str, Any]:
+def provenance() -> dict[str, Any]:
+    """Date, commit and versions: what a reader needs to make a result again."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
     return {
+        "date": datetime.now(UTC).date().isoformat(),
         "commit": commit.stdout.strip() or "unknown",
         "python": platform.python_version(),
         "machine": platform.processor() or platform.machine(),
