@@ -1,1 +1,1 @@
-"""Studies: the experiments of the two papers made again, each by one command; see ``python -m benchmarks.studies --help``."""
+"""Studies: the experiments of the two papers made again, each by one command; see ``__main__.py``."""

@@ -58,7 +58,7 @@ class Study(Protocol):
         ...
 
     def findings(self, results: Results) -> list[str]:
-        """What the numbers say, a sentence each, with the numbers in them; where a claim does not hold, that it does not."""
+        """What the numbers say, a sentence each, with the numbers; of a claim that does not hold, that."""
         ...
 
     def tables(self, results: Results) -> list[Table]:
