@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal, Unpack
 
+from pyro.infer.autoguide.initialization import init_to_sample
 from pyro.infer.mcmc.util import diagnostics, print_summary, select_samples
 from torch import Tensor
 
@@ -318,10 +319,10 @@ def deep_ensemble(
 ) -> VectorizedMCMC:
     r"""Train a deep ensemble, or draw from the posterior by the same run: one number is the difference.
 
-    Each member is a chain of its own start and its own minibatches. At ``temperature=0`` (the default) it is
-    ``torch.optim.SGD(lr=lr, momentum=momentum)`` on the loss averaged over the data, and the last states are
-    a deep ensemble; at ``temperature=1`` the noise that makes it a sampler is added, and they are draws of
-    the posterior, as far as the chains have got.
+    Each member is a chain of its own start, a draw from the prior, and its own minibatches. At
+    ``temperature=0`` (the default) it is ``torch.optim.SGD(lr=lr, momentum=momentum)`` on the loss averaged
+    over the data, and the last states are a deep ensemble; at ``temperature=1`` the noise that makes it a
+    sampler is added, and they are draws of the posterior, as far as the chains have got.
 
     Args:
         model: a Pyro model, with a subsampled plate for minibatches.
@@ -333,7 +334,8 @@ def deep_ensemble(
         momentum: of SGD.
         kernel: :class:`~pyro_sym.BAOA` or :class:`~pyro_sym.SGHMC`.
         model_kwargs: the model's keyword arguments.
-        **options: of the kernel, ``temperature`` among them.
+        **options: of the kernel, ``temperature`` and ``init_strategy`` among them. (Kernels start from
+            ``init_to_uniform``, as Pyro's do, which makes weights so large that units saturate.)
 
     Returns:
         The run, whose ``get_samples()`` are the members, one a chain.
@@ -355,7 +357,7 @@ def deep_ensemble(
         Lakshminarayanan et al. 2017 (arXiv 1612.01474) for ensembles; Duffield et al. 2025 (arXiv
         2406.00104), section 4, for what the noise adds.
     """
-    options = {"temperature": 0.0, **options}
+    options = {"temperature": 0.0, "init_strategy": init_to_sample, **options}
     run = VectorizedMCMC(
         kernel.from_sgd(model, lr=lr, momentum=momentum, num_data=num_data, **options),
         num_samples=1,

@@ -13,6 +13,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import MCMC
+from pyro.infer.autoguide.initialization import init_to_uniform
 from torch import Tensor
 
 from pyro_sym.errors import DivergenceError
@@ -456,3 +457,15 @@ def test_a_deep_ensemble_is_the_optimiser_and_warm_it_is_a_sampler() -> None:
     torch.testing.assert_close(cold, mode.expand(200), rtol=0, atol=1e-6)
     assert abs(warm.mean() - mode) < Z_LIMIT / (200 * precision).sqrt()
     assert abs(warm.var() * precision - 1) < Z_LIMIT * (2 / 199) ** 0.5
+
+
+def test_a_deep_ensemble_starts_from_draws_of_the_prior_unless_told_otherwise() -> None:
+    def wide(y: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(0.0, 100.0))
+        pyro.sample("y", dist.Normal(w, 1e3), obs=y)
+
+    options: dict[str, Any] = {"num_members": 500, "num_steps": 1, "lr": 1e-9, "num_data": 1}
+    starts = deep_ensemble(wide, torch.tensor(0.0), **options).get_samples()["w"]
+    assert abs(starts.var() / 100**2 - 1) < Z_LIMIT * (2 / 499) ** 0.5
+    uniform = deep_ensemble(wide, torch.tensor(0.0), init_strategy=init_to_uniform, **options)
+    assert uniform.get_samples()["w"].abs().max() < 2.01
