@@ -252,7 +252,17 @@ def _prior(fit: Fit, model: Model | None, wanted: int | Given | None) -> dict[st
 
 
 def _data(values: Given | None) -> Group:
-    return {
-        name: Variable(value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value)))
-        for name, value in (values or {}).items()
-    }
+    return {name: Variable(_tensor(name, value)) for name, value in (values or {}).items()}
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    """Constant data as a tensor; words are labels and no data."""
+    if isinstance(value, Tensor):
+        return value
+    array = np.asarray(value)
+    if array.dtype.kind not in "biufc":
+        raise TypeError(
+            f"constant data {name!r} hold {array.dtype} values, where numbers are expected: pass words and "
+            f"dates as the labels of a dim, coords={{dim: values}}"
+        )
+    return torch.as_tensor(array)

@@ -322,3 +322,8 @@ def test_functions_that_depend_on_values_and_bad_ones() -> None:
         from_pyro(values, functions={"x": lambda draw: draw["x"]})
     with pytest.raises(TypeError, match="'s' returned float"):
         from_pyro(values, functions={"s": lambda draw: 1.0})  # type: ignore[dict-item,return-value]
+
+
+def test_words_in_constant_data_are_refused_with_where_they_belong() -> None:
+    with pytest.raises(TypeError, match=r"constant data 'place' hold <U6 values.*coords=\{dim: values\}"):
+        from_pyro(draws(), constant_data={"place": ["Berlin", "Rome"]})
