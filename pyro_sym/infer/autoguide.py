@@ -181,7 +181,8 @@ class AutoSymmetrized(AutoGuide):
         own = isinstance(estimator, type) and issubclass(estimator, OrbitAverage)
         if not own and estimator not in get_args(EstimatorName):
             raise ValueError(
-                f"estimator={estimator!r} is none of {get_args(EstimatorName)}, and no subclass of OrbitAverage"
+                f"estimator={estimator!r} is none of {get_args(EstimatorName)}, and no subclass of "
+                "OrbitAverage"
             )
         if num_elements < 2:
             raise ValueError(f"num_elements={num_elements} must be at least 2: the identity and one more")
@@ -371,9 +372,7 @@ class AutoSymmetrized(AutoGuide):
 
     @property
     def method(self) -> str | None:
-        """``"exact"``, ``"importance"`` or ``"uniform"``, whichever was chosen on the first call; or the name
-        of the class that ``estimator`` is.
-        """
+        """``"exact"``, ``"importance"`` or ``"uniform"``, as chosen on the first call, or a class's name."""
         return None if self._average is None else self._average.method
 
     @property

@@ -69,7 +69,7 @@ def check_estimator_contract(
     """
 
     def hold() -> None:
-        """draws of the guide."""
+        """Draws of the guide."""
         average = AutoSymmetrized(
             guide, symmetry, estimator=estimator, num_elements=num_elements, tolerance=None
         )

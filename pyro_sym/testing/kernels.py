@@ -125,7 +125,7 @@ class _Case:
 
 
 def _is_a_kernel(case: _Case) -> None:
-    """what is made."""
+    """What is made."""
     kernel = case.kernel(_normal(1))
     require(
         isinstance(kernel, StochasticGradientKernel),
@@ -139,7 +139,7 @@ def _is_a_kernel(case: _Case) -> None:
 
 
 def _runs_in_both_drivers(case: _Case) -> None:
-    """runs of a few draws."""
+    """Runs of a few draws."""
     for dtype in (torch.float32, torch.float64):
         mcmc = MCMC(case.kernel(_normal(3, dtype)), num_samples=4, warmup_steps=1, disable_progbar=True)
         mcmc.run()
@@ -159,7 +159,7 @@ def _look_at(where: str, draws: Tensor, shape: tuple[int, ...], dtype: torch.dty
 
 
 def _is_reproduced_by_its_seed(case: _Case) -> None:
-    """seeds."""
+    """Seeds."""
     for vectorized in (False, True):
         driver = "VectorizedMCMC" if vectorized else "MCMC"
         once, again = (case.path(5, 1, 1.0, vectorized) for _ in range(2))
@@ -176,7 +176,7 @@ def _is_reproduced_by_its_seed(case: _Case) -> None:
 
 
 def _is_deterministic_when_cold(case: _Case) -> None:
-    """temperature 0."""
+    """Temperature 0."""
     first, second = (case.path(10, seed, 0.0) for seed in (1, 2))
     compare(f"{case.name}: at temperature 0 the path depends on the seed", {"x": second}, {"x": first})
     kernel = case.kernel(_normal(6), 0.0)
@@ -241,7 +241,9 @@ def _steps_are_pure(case: _Case) -> None:
         what = "draws random numbers of its own, or keeps something outside of the state"
         compare(f"{case.name}: move() called again gives another result, so it {what}", move(), moved)
         alone = {name: part[2:3] for name, part in moved.items()}
-        compare(f"{case.name}: a chain moves otherwise by itself than beside others", move(slice(2, 3)), alone)
+        compare(
+            f"{case.name}: a chain moves otherwise by itself than beside others", move(slice(2, 3)), alone
+        )
         for scalars in (numbers, {**numbers, "temperature": 0.0}):
             tensors = {name: torch.tensor(value, dtype=dtype) for name, value in scalars.items()}
             what = f"tensors instead of numbers for {', '.join(scalars)} change a step"
@@ -249,7 +251,7 @@ def _steps_are_pure(case: _Case) -> None:
 
 
 def _can_be_resumed(case: _Case) -> None:
-    """a state that is put back."""
+    """A state that is put back."""
     params = {"x": torch.ones(2, 6, dtype=torch.float64)}
     chains = case.kernel(_normal(6)).start(num_chains=2, initial_params=params)
     chains.advance(7, warming_up=False)
@@ -264,7 +266,7 @@ def _can_be_resumed(case: _Case) -> None:
 
 
 def _has_the_temperature_in_the_limit(case: _Case) -> None:
-    """small steps on a Gaussian."""
+    """Small steps on a Gaussian."""
     kernel = case.kernel(_normal(1))
     step_size = kernel.step_size_at(0)
     for temperature in (0.25, 1.0, 2.0):
@@ -285,7 +287,7 @@ def _has_the_temperature_in_the_limit(case: _Case) -> None:
 
 
 def _has_the_stationary_law(case: _Case) -> None:
-    """a simulation on a standard normal."""
+    """A simulation on a standard normal."""
     for temperature in (0.25, 1.0):
         kernel = case.kernel(_normal(DIMS), temperature)
         step_size = kernel.step_size_at(0)
@@ -306,7 +308,7 @@ def _has_the_stationary_law(case: _Case) -> None:
 
 
 def _is_unbiased_by_minibatches(case: _Case) -> None:
-    """a mean from a quarter of the rows at a time."""
+    """A mean from a quarter of the rows at a time."""
     rows, dims, chains = 20, 40, 64
     data = 5 + 5 * torch.randn(rows, dims, dtype=torch.float64)
 
@@ -362,8 +364,8 @@ def _stationary_variance(name: str, step: tuple[Tensor, Tensor], step_size: floa
     A, b = step
     require(
         _radius(step) < 1,
-        f"{name}: on a Gaussian steps of size {step_size:g} do not forget where they started (spectral radius "
-        f"{_radius(step):.4g}); is the step size too large, or the friction missing?",
+        f"{name}: on a Gaussian steps of size {step_size:g} do not forget where they started (spectral "
+        f"radius {_radius(step):.4g}); is the step size too large, or the friction missing?",
     )
     equation = torch.eye(len(A) ** 2, dtype=A.dtype) - torch.kron(A, A)
     return float(torch.linalg.solve(equation, (b @ b.mT).flatten())[0])

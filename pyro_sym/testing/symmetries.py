@@ -76,14 +76,14 @@ def check_symmetry_contract(
         >>> testing.check_symmetry_contract(Mistaken({"locs": -2, "weights": -1}), values)
         Traceback (most recent call last):
         ...
-        AssertionError: Mistaken({'locs': -2, 'weights': -1}): inverse(g) does not undo g: 'locs' is off by ...
+        AssertionError: Mistaken({'locs': -2, 'weights': -1}): inverse(g) does not undo g: 'locs' is off ...
     """
     laws = [
         _names_what_it_moves,
         _keeps_kinds,
+        _moves_the_axes_it_names,
         _acts_as_a_group,
         _acts_alike_in_batches,
-        _moves_the_axes_it_names,
         _preserves_volume,
         _lists_its_elements,
         _samples_uniformly,
@@ -132,15 +132,15 @@ class _Case:
 
 
 def _names_what_it_moves(case: _Case) -> None:
-    """sites and axes, and what an absent site gets."""
+    """Sites and axes, and what an absent site gets."""
     symmetry, values = case.symmetry, case.values
     for site, several in symmetry.axes.items():
         case.require(site in values, f"no values are given for site {site!r}, which it moves")
         fits = all(type(axis) is int and -values[site].dim() <= axis < 0 for axis in several)
         case.require(
             isinstance(several, tuple) and fits,
-            f"axes of site {site!r} are {several!r}; they have to be a tuple of negative ints in the range of "
-            f"the value's shape {tuple(values[site].shape)}",
+            f"axes of site {site!r} are {several!r}; they have to be a tuple of negative ints in the range "
+            f"of the value's shape {tuple(values[site].shape)}",
         )
         without = {name: value for name, value in values.items() if name != site}
         try:
@@ -149,8 +149,8 @@ def _names_what_it_moves(case: _Case) -> None:
             continue
         except Exception as error:
             raise AssertionError(
-                f"{symmetry!r}: act() without site {site!r} raises {type(error).__name__}, and check_values() "
-                "should have raised a SymmetryError"
+                f"{symmetry!r}: act() without site {site!r} raises {type(error).__name__}, and "
+                "check_values() should have raised a SymmetryError"
             ) from error
         case.require(False, f"act() accepts values without site {site!r}; check_values() should refuse them")
 
@@ -191,7 +191,7 @@ def _acts_as_a_group(case: _Case) -> None:
 
 
 def _acts_alike_in_batches(case: _Case) -> None:
-    """batches of elements and of values."""
+    """Batches of elements and of values."""
     symmetry, rows = case.symmetry, case.rows
     g = case.sample()
     points = symmetry.act(case.sample(), rows)  # other values, a batch of them
@@ -215,7 +215,7 @@ def _acts_alike_in_batches(case: _Case) -> None:
 
 
 def _moves_the_axes_it_names(case: _Case) -> None:
-    """every site it names, along the axes it names only."""
+    """Every site it names, along the axes it names only."""
     symmetry, values = case.symmetry, case.values
     images = symmetry.act(case.sample(), case.rows)
     for site, several in symmetry.axes.items():
@@ -239,7 +239,7 @@ def _moves_the_axes_it_names(case: _Case) -> None:
 
 
 def _preserves_volume(case: _Case) -> None:
-    """the determinant of the action."""
+    """The determinant of the action."""
     symmetry = case.symmetry
     moved = {n: case.values[n].double() for n in symmetry.axes if case.values[n].is_floating_point()}
     if not 0 < sum(value.numel() for value in moved.values()) <= MAX_JACOBIAN:
@@ -279,7 +279,7 @@ def _lists_its_elements(case: _Case) -> None:
 
 
 def _samples_uniformly(case: _Case) -> None:
-    """the law of sample()."""
+    """The law of sample()."""
     from scipy.special import chdtrc  # the chi-squared law's upper tail
 
     symmetry, values = case.symmetry, case.values
@@ -298,8 +298,8 @@ def _samples_uniformly(case: _Case) -> None:
         rarest, most = (int(count) for count in counts.aminmax())
         case.require(
             chance > FAILURE_RATE,
-            f"sample() is not uniform: in {len(drawn)} draws an element should come {expected:.0f} times, and "
-            f"one came {rarest} times and another {most} times (p = {chance:.1g})",
+            f"sample() is not uniform: in {len(drawn)} draws an element should come {expected:.0f} times, "
+            f"and one came {rarest} times and another {most} times (p = {chance:.1g})",
         )
         return
     generators = symmetry.generators(values)
@@ -322,7 +322,7 @@ def _samples_uniformly(case: _Case) -> None:
 
 
 def _is_generated(case: _Case) -> None:
-    """the generators."""
+    """The generators."""
     symmetry, values = case.symmetry, case.values
     if case.order is None or case.order > MAX_GENERATED:
         return
@@ -333,10 +333,17 @@ def _is_generated(case: _Case) -> None:
     neutral = symmetry.identity(values)
     seen, frontier = {key(neutral)}, [neutral]
     while frontier:
-        products = [symmetry.compose(g, element) for element in frontier for _, g in symmetry.generators(values)]
+        products = [
+            symmetry.compose(g, element) for element in frontier for _, g in symmetry.generators(values)
+        ]
         new = {key(product): product for product in products}
         frontier = [product for name, product in new.items() if name not in seen]
         seen.update(new)
+        case.require(
+            len(seen) <= case.order,
+            f"generators() generate more than the {case.order} elements of elements(): one element has "
+            "to have one value, so that compose() has to reduce what it returns",
+        )
     case.require(len(seen) == case.order, f"generators() generate {len(seen)} of {case.order} elements")
 
 
