@@ -112,10 +112,10 @@ def _have_gradients(symmetrised: AutoSymmetrized, args: tuple[Any, ...], kwargs:
     with poutine.trace(param_only=True) as traced:
         loss = Trace_ELBO().differentiable_loss(symmetrised.model, symmetrised, *args, **kwargs)
     params = {name: node["value"].unconstrained() for name, node in traced.trace.nodes.items()}
-    gradients = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+    gradients = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
     for name, gradient in zip(params, gradients, strict=True):
         require(
-            gradient is None or gradient.isfinite().all(),
+            gradient.isfinite().all(),
             f"{_name(symmetrised.estimator)}: the ELBO's gradient for parameter {name!r} is not finite",
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,39 +215,41 @@ def _starts_at_its_temperature(case: _Case) -> None:
 
 
 def _steps_are_pure(case: _Case) -> None:
-    """move()."""
+    """The method move()."""
     for dtype in (torch.float32, torch.float64):
-        kernel = case.kernel(_normal(6))
-        numbers = {"step_size": kernel.step_size_at(0), "temperature": 1.0, "inverse_mass": 1.0}
-        position, gradient, noise, start = torch.randn(4, 5, 6, dtype=dtype).unbind()
-        state = kernel.initial_state(position, start, 1.0, 1.0, [4, 2])
-        before = [part.clone() for part in (*state, gradient, noise)]
+        _steps_are_pure_in(case, dtype)
 
-        def move(rows: slice = slice(None), **scalars: Any) -> dict[str, Tensor]:
-            own = tuple(part[rows] for part in state)  # noqa: B023
-            moved = kernel.move(own, gradient[rows], noise[rows], **{**numbers, **scalars})  # noqa: B023
-            return {f"part {i} of the state": part for i, part in enumerate(moved)}
 
-        moved = move()
-        for name, part, old in zip(moved, moved.values(), state, strict=True):
-            require(
-                part.shape == old.shape and part.dtype == old.dtype,
-                f"{case.name}: move() turns {name} from {tuple(old.shape)}, {old.dtype} into "
-                f"{tuple(part.shape)}, {part.dtype}",
-            )
-        after = dict(enumerate((*state, gradient, noise)))
-        unchanged = all(torch.equal(after[i], old) for i, old in enumerate(before))
-        require(unchanged, f"{case.name}: move() changes its inputs")
-        what = "draws random numbers of its own, or keeps something outside of the state"
-        compare(f"{case.name}: move() called again gives another result, so it {what}", move(), moved)
-        alone = {name: part[2:3] for name, part in moved.items()}
-        compare(
-            f"{case.name}: a chain moves otherwise by itself than beside others", move(slice(2, 3)), alone
+def _steps_are_pure_in(case: _Case, dtype: torch.dtype) -> None:
+    """The same in one precision."""
+    kernel = case.kernel(_normal(6))
+    numbers = {"step_size": kernel.step_size_at(0), "temperature": 1.0, "inverse_mass": 1.0}
+    position, gradient, noise, start = torch.randn(4, 5, 6, dtype=dtype).unbind()
+    state = kernel.initial_state(position, start, 1.0, 1.0, [4, 2])
+    before = [part.clone() for part in (*state, gradient, noise)]
+
+    def move(scalars: Mapping[str, Any] = numbers, rows: slice = slice(None)) -> dict[str, Tensor]:
+        moved = kernel.move(tuple(part[rows] for part in state), gradient[rows], noise[rows], **scalars)
+        return {f"part {i} of the state": part for i, part in enumerate(moved)}
+
+    moved = move()
+    for name, part, old in zip(moved, moved.values(), state, strict=True):
+        require(
+            part.shape == old.shape and part.dtype == old.dtype,
+            f"{case.name}: move() turns {name} from {tuple(old.shape)}, {old.dtype} into "
+            f"{tuple(part.shape)}, {part.dtype}",
         )
-        for scalars in (numbers, {**numbers, "temperature": 0.0}):
-            tensors = {name: torch.tensor(value, dtype=dtype) for name, value in scalars.items()}
-            what = f"tensors instead of numbers for {', '.join(scalars)} change a step"
-            compare(f"{case.name}: {what}", move(**tensors), move(**scalars))
+    unchanged = all(map(torch.equal, (*state, gradient, noise), before))
+    require(unchanged, f"{case.name}: move() changes its inputs")
+    what = "draws random numbers of its own, or keeps something outside of the state"
+    compare(f"{case.name}: move() called again gives another result, so it {what}", move(), moved)
+    one = slice(2, 3)
+    alone = {name: part[one] for name, part in moved.items()}
+    compare(f"{case.name}: a chain moves otherwise by itself than beside others", move(rows=one), alone)
+    for scalars in (numbers, {**numbers, "temperature": 0.0}):
+        tensors = {name: torch.tensor(value, dtype=dtype) for name, value in scalars.items()}
+        what = f"tensors instead of numbers for {', '.join(scalars)} change a step"
+        compare(f"{case.name}: {what}", move(tensors), move(scalars))
 
 
 def _can_be_resumed(case: _Case) -> None:

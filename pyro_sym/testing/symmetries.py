@@ -136,9 +136,10 @@ def _names_what_it_moves(case: _Case) -> None:
     symmetry, values = case.symmetry, case.values
     for site, several in symmetry.axes.items():
         case.require(site in values, f"no values are given for site {site!r}, which it moves")
-        fits = all(type(axis) is int and -values[site].dim() <= axis < 0 for axis in several)
+        ndim = values[site].dim()
+        fits = type(several) is tuple and all(type(axis) is int and -ndim <= axis < 0 for axis in several)
         case.require(
-            isinstance(several, tuple) and fits,
+            fits,
             f"axes of site {site!r} are {several!r}; they have to be a tuple of negative ints in the range "
             f"of the value's shape {tuple(values[site].shape)}",
         )
