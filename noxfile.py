@@ -65,6 +65,15 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", "-n", workers, "--dist", "worksteal", *session.posargs)
 
 
+@nox.session(default=False, python=PYTHONS[0])
+def coverage(session: nox.Session) -> None:
+    """Run the tests once, on one Python, and fail if they reach less than 95 % of the package's lines."""
+    install(session, "test", extras="[plots]")
+    workers = str(min(4, os.cpu_count() or 1))
+    report = ["--cov", "--cov-report=term-missing", "--cov-fail-under=95"]
+    session.run("pytest", "-n", workers, "--dist", "worksteal", *report, *session.posargs)
+
+
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Time SVI, symmetrised and plain (``-- --json FILE`` keeps it), a BayesianModule, log likelihoods."""

@@ -7,6 +7,7 @@ stochastic-gradient MCMC, and exports draws to ArviZ aligned modulo the symmetry
 
 from pyro_sym import diagnostics as diagnostics
 from pyro_sym import nn as nn
+from pyro_sym import testing as testing
 from pyro_sym.errors import DivergenceError, NoDensityError, SymmetryError
 from pyro_sym.export import allocation_probabilities, dataset, from_pyro, from_pyro_svi, log_likelihood
 from pyro_sym.infer.autoguide import AutoSymmetrized, AutoSymmetrizedNormal, SymmetryGain

@@ -64,7 +64,7 @@ def test_examples_run(name: str) -> None:
         assert runner.run(test, out=report.append).failed == 0, "".join(report)
 
 
-@pytest.mark.parametrize("namespace", [pyro_sym, pyro_sym.nn, pyro_sym.diagnostics])
+@pytest.mark.parametrize("namespace", [pyro_sym, pyro_sym.nn, pyro_sym.diagnostics, pyro_sym.testing])
 def test_every_public_name_has_an_example(namespace: ModuleType) -> None:
     members = {name: getattr(namespace, name) for name in namespace.__all__}
     public = {n: v for n, v in members.items() if inspect.isclass(v) or inspect.isfunction(v)}

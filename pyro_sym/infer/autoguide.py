@@ -22,7 +22,7 @@ from pyro_sym.errors import NoDensityError, SymmetryError
 from pyro_sym.infer.average import OrbitAverage, Run
 from pyro_sym.infer.capture import Capture, Captured, Draws, InPlates
 from pyro_sym.infer.certificate import Certificate, certificate
-from pyro_sym.infer.choice import Estimator, choose
+from pyro_sym.infer.choice import Estimator, EstimatorName, choose
 from pyro_sym.infer.density import GuideCall, check_local_sites, log_density
 from pyro_sym.infer.factors import factorises, pair_factors
 from pyro_sym.infer.units import LogRatios, normals_of, pair_normals
@@ -136,7 +136,8 @@ class AutoSymmetrized(AutoGuide):
             they are. A guide that has been trained already goes on from there, its parameters under the
             names that they have.
         symmetry: the group; its sites must be latent sites of the guide.
-        estimator: how the orbit average is computed.
+        estimator: how the orbit average is computed: a name, or a way of your own, as a subclass of
+            :class:`~pyro_sym.infer.average.OrbitAverage`.
         num_elements: :math:`K`, the identity included, for ``"importance"`` and ``"uniform"``.
         tolerance: the largest error, in nats and in the mean over draws, at which the average is left out; 0
             or ``None`` to compute it in every step.
@@ -177,8 +178,12 @@ class AutoSymmetrized(AutoGuide):
         tolerance: float | None = 1e-6,
         model: Callable[..., Any] | None = None,
     ) -> None:
-        if estimator not in get_args(Estimator):
-            raise ValueError(f"estimator={estimator!r} is none of {get_args(Estimator)}")
+        own = isinstance(estimator, type) and issubclass(estimator, OrbitAverage)
+        if not own and estimator not in get_args(EstimatorName):
+            raise ValueError(
+                f"estimator={estimator!r} is none of {get_args(EstimatorName)}, and no subclass of "
+                "OrbitAverage"
+            )
         if num_elements < 2:
             raise ValueError(f"num_elements={num_elements} must be at least 2: the identity and one more")
         if tolerance is not None and not tolerance >= 0:
@@ -367,7 +372,7 @@ class AutoSymmetrized(AutoGuide):
 
     @property
     def method(self) -> str | None:
-        """``"exact"``, ``"importance"`` or ``"uniform"``, whichever was chosen on the first call."""
+        """``"exact"``, ``"importance"`` or ``"uniform"``, as chosen on the first call, or a class's name."""
         return None if self._average is None else self._average.method
 
     @property

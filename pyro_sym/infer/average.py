@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from pyro_sym.symmetry.flat import nest
 
 __all__ = [
     "Enumeration",
-    "Method",
     "OneBlock",
     "OrbitAverage",
     "PartlyOneBlock",
@@ -38,8 +37,6 @@ __all__ = [
 
 # Elements of the diagnostics' unbiased half, at least.
 NUM_DIAGNOSED = 64
-
-Method = Literal["exact", "importance", "uniform"]
 
 
 @dataclass(frozen=True)
@@ -74,15 +71,19 @@ class Run:
 class OrbitAverage(ABC):
     """One way to compute the log orbit average.
 
+    A way of your own is a subclass that implements :meth:`bound`, and :meth:`unbiased` if it isn't exact; it
+    is handed to ``AutoSymmetrized(estimator=)`` as a class, and tried by
+    :func:`~pyro_sym.testing.check_estimator_contract`.
+
     Attributes:
         guide: the base guide.
         symmetry: the group.
-        method: the estimator that it serves.
+        method: the estimator that it serves, or the name of a class of the user's own.
     """
 
     guide: Callable[..., Any]
     symmetry: Symmetry
-    method: Method
+    method: str
 
     @abstractmethod
     def bound(self, run: Run, num_elements: int) -> Tensor:

@@ -21,9 +21,11 @@ from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation
 from pyro_sym.symmetry.flat import FlatGroup, flatten
 
-__all__ = ["Estimator", "choose"]
+__all__ = ["Estimator", "EstimatorName", "choose"]
 
-Estimator = Literal["auto", "exact", "importance", "uniform"]
+EstimatorName = Literal["auto", "exact", "importance", "uniform"]
+Estimator = EstimatorName | type[OrbitAverage]
+"""A name, or a class that averages in a way of the user's own."""
 MAX_EXACT_AUTO = 1_000
 MAX_EXACT = 200_000
 
@@ -39,7 +41,7 @@ def choose(
     """The way to the log orbit average that an estimator's name stands for.
 
     Args:
-        estimator: ``"auto"``, or what is asked for.
+        estimator: ``"auto"``, or what is asked for, by name or as a class.
         guide: the base guide, which has been run.
         symmetry: the group.
         values: one draw by site.
@@ -57,6 +59,8 @@ def choose(
     log_order = symmetry.log_order(values)
     if log_order == 0:
         return Trivial(guide, symmetry, "exact")
+    if isinstance(estimator, type):
+        return estimator(guide, symmetry, estimator.__name__)
     if estimator == "uniform":
         return Uniform(guide, symmetry, "uniform")
     group, coupling = flatten(symmetry), Coupling.of(symmetry)

@@ -80,7 +80,7 @@ def at_best_precision(
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         # A model with tensors of its own in single precision fails among doubles; a failure of another kind
         # comes again without them.
-        with suppress(RuntimeError), default_dtype(torch.float64), _own_params():
+        with suppress(RuntimeError), default_dtype(torch.float64), own_params():
             double = partial(tree_map, _to_double)
             return compute(Program(_in_double(model), double(args), double(kwargs)), torch.float64)
         return compute(Program(model, args, kwargs), torch.float32)
@@ -187,7 +187,7 @@ def _in_double(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _own_params() -> Iterator[None]:
+def own_params() -> Iterator[None]:
     """Keep parameters that are made here out of the user's store.
 
     Pyro's own ``scope`` would take from parameters what SVI needs of them.
