@@ -45,7 +45,8 @@ class SymmetryGain(NamedTuple):
         lower: mean of a lower bound (with ``method="exact"``, of the value itself).
         estimate: the best single figure.
         upper: mean of an upper bound, at most ``log_order`` in expectation.
-        standard_error: of the Monte Carlo means, the larger of the two.
+        standard_error: of the Monte Carlo means, the larger of the two; 0 for an upper bound that is
+            ``log_order``.
         log_order: ``log |G|``, which the gain can't exceed.
         method: the estimator used, and where a half is not that estimator's own, by what it is.
         num_samples: number of draws of the guide.
@@ -265,11 +266,13 @@ class AutoSymmetrized(AutoGuide):
             lower, upper = -average.upper, -average.lower
         log_order = self.symmetry.log_order(draws.values)
         ends = (float(lower.mean()), min(float(upper.mean()), log_order))
+        halves = (lower, upper) if ends[1] < log_order else (lower,)
+        errors = [float(half.std()) / math.sqrt(num_samples) for half in halves]
         return SymmetryGain(
             lower=ends[0],
             estimate=sum(ends) / 2 if self.method == "importance" else ends[1],
             upper=ends[1],
-            standard_error=float(torch.stack([lower.std(), upper.std()]).max() / math.sqrt(num_samples)),
+            standard_error=max(errors),
             log_order=log_order,
             method=f"{self.method}{average.note}",
             num_samples=num_samples,

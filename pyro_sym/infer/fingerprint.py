@@ -144,4 +144,6 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def _bytes(tensor: Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    # A copy: one element is contiguous whatever its strides are, and a view of bytes minds them.
+    dense = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return dense.reshape(-1).view(torch.uint8).numpy()

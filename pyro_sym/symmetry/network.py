@@ -189,7 +189,8 @@ def symmetry_of(
     * permutations of parts of an axis that is sliced or concatenated, unless they are chunks of one size, all
       of which move alike: gates, skip connections, packed queries, keys and values;
     * where two sign flips share an axis, as those before and after the scale of a batch norm, the one that
-      moves more; and the sign of a unit alone in its layer;
+      moves more; the sign of a unit alone in its layer; and signs of a part of an axis, as of the cell of an
+      LSTM, which flips one gate of four;
     * permutations that would move buffers other than the running statistics of batch norms.
 
     Args:

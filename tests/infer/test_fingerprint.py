@@ -91,3 +91,10 @@ def test_words_are_the_same_in_another_process() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == describe([bayesian(), counter(0.5), {"b", "a"}])
+
+
+def test_a_tensor_of_one_element_may_have_any_strides() -> None:
+    # A prior expanded to the one bias of a regression's output is one; views of its bytes are refused.
+    expanded = torch.zeros(()).expand(1)
+    assert expanded.stride() == (0,)
+    assert describe(expanded) == describe(torch.zeros(1)) != describe(torch.ones(()).expand(1))
