@@ -42,7 +42,9 @@ from torch import Tensor, nn
 import pyro_sym as ps
 from pyro_sym.nn import Categorical, FanInPrior, IIDPrior, LayerwisePrior, Prediction
 
-SMALL = os.environ.get("PYRO_SYM_TUTORIALS", "full") == "small"  # a smoke run: shorter chains, and fewer of them
+SMALL = (
+    os.environ.get("PYRO_SYM_TUTORIALS", "full") == "small"
+)  # a smoke run: shorter chains, and fewer of them
 SVI_STEPS, CHAINS, WARMUP, DRAWS = (300, 3, 30, 40) if SMALL else (1000, 4, 100, 100)
 THINNING = 20  # steps a draw
 

@@ -192,8 +192,8 @@ for name, alignment in alignments.items():
 # %% [markdown]
 # Parameters, allocations and the order of petals agree nearly everywhere. The order of weights does not.
 # There are 50 flowers of each species, so the weights are nearly equal, and which is the smallest changes
-# from draw to draw: "the smallest component" is setosa here and virginica there, and the standard deviation of its
-# mean petal length is several times what it is by any other labels.
+# from draw to draw: "the smallest component" is setosa here and virginica there, and the standard deviation
+# of its mean petal length is several times what it is by any other labels.
 #
 # **R-hat doesn't see it**, as all chains are wrong alike. The confidence does: it is low for many draws, and
 # for next to none of the others. An order is a good choice if its coordinate separates the components, which
@@ -241,7 +241,7 @@ def study(K: int, guide: ps.AutoSymmetrized, mcmc: ps.VectorizedMCMC) -> dict[st
         evidence = -RenyiELBO(alpha=0, num_particles=PARTICLES).loss(model, guide, x)
     gain = guide.symmetry_gain(x, num_samples=PARTICLES)
     with warnings.catch_warnings():
-        # The one setosa with narrow sepals is influential, and with few draws ArviZ says so.
+        # A few flowers are influential, and with few draws ArviZ says so.
         warnings.filterwarnings("ignore", message="Estimated shape parameter")
         loo = az.loo(ps.from_pyro(mcmc, log_likelihood=True))
     return {
