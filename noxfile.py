@@ -49,11 +49,11 @@ def quickstart(session: nox.Session) -> None:
 @nox.session(default=False)
 def tutorials(session: nox.Session) -> None:
     """Run the other tutorials at a small size; with ``-- --full``, at the size that they report."""
-    install(session, extras="[quickstart]")
-    size = [] if "--full" in session.posargs else ["--small"]
+    install(session, extras="[quickstart,store]")
+    size = "full" if "--full" in session.posargs else "small"
     for script in sorted(Path("tutorials").glob("[0-9][0-9]_*.py")):
         if script.name != "00_quickstart.py":
-            session.run("python", str(script), *size)
+            session.run("python", str(script), env={"PYRO_SYM_TUTORIALS": size})
 
 
 @nox.session(python=PYTHONS)

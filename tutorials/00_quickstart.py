@@ -17,10 +17,6 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pyro

@@ -17,18 +17,15 @@
 #    function;
 # 6. checks its own claims.
 #
-# Run it with `python tutorials/01_bayesian_network_on_digits.py`, or in less time with `--small`; it leaves
-# `digits/posterior.nc`, `digits/diagnostics.png` and `digits/uncertainty.png`.
+# Run it with `python tutorials/01_bayesian_network_on_digits.py`, or in less time with
+# `PYRO_SYM_TUTORIALS=small` in the environment; it leaves `digits/posterior.nc`, `digits/diagnostics.png`
+# and `digits/uncertainty.png`.
 
 # %%
 from __future__ import annotations
 
-import sys
+import os
 from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -45,7 +42,9 @@ from torch import Tensor, nn
 import pyro_sym as ps
 from pyro_sym.nn import Categorical, FanInPrior, IIDPrior, LayerwisePrior, Prediction
 
-SMALL = "--small" in sys.argv  # a smoke run: shorter chains, and fewer of them
+SMALL = (
+    os.environ.get("PYRO_SYM_TUTORIALS", "full") == "small"
+)  # a smoke run: shorter chains, and fewer of them
 SVI_STEPS, CHAINS, WARMUP, DRAWS = (300, 3, 30, 40) if SMALL else (1000, 4, 100, 100)
 THINNING = 20  # steps a draw
 
