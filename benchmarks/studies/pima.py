@@ -253,9 +253,7 @@ def run(size: Size) -> Results:
         if contestant.needs in absent:
             continue
         if sizes.compiled and contestant.name.startswith("ours"):
-            contestant.run(
-                0, replace(sizes, warmup=20, draws=20), exact
-            )  # compiles; later runs find it on disk
+            contestant.run(0, replace(sizes, warmup=20, draws=20), exact)  # compiles; kept on disk
         slow = contestant.name == NUTS_ROW or contestant.needs == "posteriors"
         seeds = sizes.seeds_of_slow if slow else sizes.seeds
         runs[contestant.name] = [measure(*contestant.run(seed, sizes, exact), exact) for seed in range(seeds)]
@@ -277,8 +275,8 @@ def run(size: Size) -> Results:
 def measure(draws: Tensor, seconds: float, exact: Exact) -> dict[str, Any]:
     """What a run is judged by.
 
-    # Compiles, which later runs find on disk.
-    contestant.run(0, replace(sizes, warmup=20, draws=20), exact)
+    Standard deviations are about the posterior's mean: about its own, a chain of few effective draws is too
+    narrow.
     """
     w = draws.double()
     flat = w.flatten(0, 1)
