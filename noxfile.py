@@ -76,25 +76,16 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Time SVI, symmetrised and plain (``-- --json FILE`` keeps it), a BayesianModule, log likelihoods."""
-    install(session, extras="[quickstart]")
-    session.run("python", "benchmarks/svi_step.py", *session.posargs)
-    session.run("python", "benchmarks/bayesian_module.py")
-    session.run("python", "benchmarks/log_likelihood.py")
+    """Measure speeds beside those of peers, memory, agreement: ``-- [NAME ...] [--seconds S] [--smoke]``."""
+    install(session, "bench", extras="[quickstart,store]")
+    session.run("python", "-W", "ignore", "-m", "benchmarks", *session.posargs)
 
 
 @nox.session(default=False)
-def bench_sgmcmc(session: nox.Session) -> None:
-    """Time a step of the samplers beside posteriors, BlackJAX and torch; ``-- --json FILE`` keeps all."""
-    install(session, "bench")
-    session.run("python", "-W", "ignore", "benchmarks/sgmcmc.py", *session.posargs)
-
-
-@nox.session(default=False)
-def bench_store(session: nox.Session) -> None:
-    """Take what draws of 10⁶ weights on disk cost: time, memory, a summary; ``-- --json FILE`` keeps it."""
-    install(session, extras="[store]")
-    session.run("python", "-W", "ignore", "benchmarks/store.py", *session.posargs)
+def studies(session: nox.Session) -> None:
+    """Make the experiments of the papers again, figures and tables; with ``-- --smoke``, at a small size."""
+    install(session, "bench", extras="[quickstart]")
+    session.run("python", "-W", "ignore", "-m", "benchmarks.studies", *session.posargs)
 
 
 @nox.session

@@ -1,21 +1,49 @@
-"""What the benchmarks share: two pieces of work timed in turns, and a table with the versions beside it."""
+"""What the benchmarks share: pieces of work timed in turns, their tables, and the command line of each.
+
+A benchmark is a module with a ``TITLE``, a docstring whose first paragraphs the docs print, and
+``measure(seconds, smoke, ...)``, which returns tables: rows by caption, each a dict of cells. Its own
+options are ``OPTIONS``, by name what ``argparse`` takes, and become keyword arguments of ``measure``.
+"""
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
+import os
 import platform
 import resource
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "pyro-ppl", "numpy")
+NAMES = (
+    "svi_step",
+    "bayesian_module",
+    "orbit_bounds",
+    "gradient",
+    "sgmcmc",
+    "references",
+    "alignment",
+    "log_likelihood",
+    "store",
+)
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("torch", "pyro-ppl", "numpy", "arviz", "posteriors", "blackjax", "jax")
+Row = dict[str, Any]
+"""Cells by column: strings, numbers, or None."""
+Tables = dict[str, list[Row]]
+"""Rows by caption."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +57,7 @@ class Ratio:
         ratio: median over the rounds of ours over the peer's.
         spread: interquartile range of that ratio.
         wall: the ratio by wall-clock time.
+        target: what the ratio should be at most, if there is a target.
         note: what else the row has to say.
     """
 
@@ -38,7 +67,21 @@ class Ratio:
     ratio: float
     spread: float
     wall: float
+    target: float | None = None
     note: str = ""
+
+    def row(self) -> Row:
+        """As a row of a table."""
+        cells: Row = {
+            "case": self.case,
+            "ours, ms": 1e3 * self.ours,
+            "peer, ms": 1e3 * self.peer,
+            "ratio": self.ratio,
+            "IQR": self.spread,
+            "by wall clock": self.wall,
+            "target": self.target,
+        }
+        return cells | ({"note": self.note} if self.note else {})
 
 
 def compare(
@@ -81,7 +124,7 @@ class Turns:
         rounds = list(zip(self.seconds[ours], self.seconds[peer], strict=True))
         quartiles = statistics.quantiles([own[0] / other[0] for own, other in rounds], n=4)
         if note is None:
-            note = f"target {target:.3g}" if target is not None else ""
+            note = ""
             case = f"{case}: {ours} / {peer}"
         return Ratio(
             case,
@@ -90,6 +133,7 @@ class Turns:
             quartiles[1],
             quartiles[2] - quartiles[0],
             statistics.median(own[1] / other[1] for own, other in rounds),
+            target,
             note,
         )
 
@@ -126,22 +170,128 @@ def _time(step: Callable[[], Any], block: int) -> tuple[float, float]:
     return time.process_time() - cpu, time.perf_counter() - wall
 
 
-def show(rows: list[Ratio]) -> None:
-    """Print one line a case."""
-    if not rows:
-        return
-    width = max(len(row.case) for row in rows)
-    print(f"{'case':{width}}  {'ours ms':>8} {'peer ms':>8} {'ratio':>6} {'iqr':>5} {'wall':>6}")
-    for row in rows:
-        print(
-            f"{row.case:{width}}  {1e3 * row.ours:8.4f} {1e3 * row.peer:8.4f} {row.ratio:6.3f} "
-            f"{row.spread:5.2f} {row.wall:6.2f}  {row.note}"
+RATIOS = (
+    "Milliseconds of CPU time a step, medians over rounds in which all take turns; the ratio is the median "
+    "over the rounds, with its interquartile range"
+)
+
+
+def ratios(rows: Iterable[Ratio], left_out: Iterable[str] = (), caption: str = RATIOS) -> Tables:
+    """The table of some ratios; its caption says which peers weren't there."""
+    absent = "".join(f"; {name} is not installed and left out" for name in left_out)
+    return {f"{caption}{absent}.": [ratio.row() for ratio in rows]}
+
+
+def figure(name: str, value: float, unit: str, target: float | None = None) -> Row:
+    """A row of a table of single figures; a target is what the value should be at most."""
+    return {"figure": name, "value": value, "unit": unit, "target": target}
+
+
+def missed(tables: Tables) -> list[str]:
+    """Rows whose ratio or value is above its target, or whose outcome says so."""
+
+    def fails(row: Row) -> bool:
+        target = row.get("target")
+        return row.get("outcome") == "MISS" or (
+            target is not None and row.get("ratio", row.get("value")) > target
         )
 
+    return [str(next(iter(row.values()))) for rows in tables.values() for row in rows if fails(row)]
 
-def save(path: Path, rows: list[Ratio], **more: Any) -> None:
+
+def columns(rows: list[Row]) -> list[str]:
+    """Of all rows, in the order in which they appear, without those that are empty throughout."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
+
+
+def cell(value: Any) -> str:
+    """Numbers to three or four digits."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def text(tables: Tables) -> str:
+    """Tables for a terminal."""
+    lines = []
+    for caption, rows in tables.items():
+        header = columns(rows)
+        cells = [header, *([cell(row.get(name)) for name in header] for row in rows)]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
+        lines.append(f"\n{caption}")
+        for line in cells:
+            first, *others = (part.rjust(width) for part, width in zip(line, widths, strict=True))
+            lines.append("  ".join([first.strip().ljust(widths[0]), *others]).rstrip())
+    return "\n".join(lines)
+
+
+def markdown(path: Path) -> str:
+    """What the docs show of one result: title, what was done, tables, and where the numbers come from."""
+    kept = json.loads(Path(path).read_text())
+    blocks = [f"## {kept['title']}", kept["about"]]
+    for caption, rows in kept["tables"].items():
+        header = columns(rows)
+        rule = [":--"] + ["--:"] * (len(header) - 1)
+        lines = [header, rule, *([cell(row.get(name)) for name in header] for row in rows)]
+        blocks += [caption, "\n".join(f"| {' | '.join(line)} |" for line in lines)]
+    packages = ", ".join(f"{name} {number}" for name, number in kept["packages"].items())
+    blocks.append(
+        f"*{kept['date']}, commit {kept['commit']}, Python {kept['python']} on {kept['machine']}, "
+        f"one thread; {packages}.*"
+    )
+    return "\n\n".join(blocks) + "\n"
+
+
+def save(path: Path, name: str, tables: Tables) -> None:
     """Write the results as JSON, with the versions of everything that took part."""
-    path.write_text(json.dumps({"rows": [asdict(r) for r in rows], **more, **provenance()}, indent=2) + "\n")
+    module = import_module(f"benchmarks.{name}")
+    paragraphs = inspect.cleandoc(module.__doc__ or "").split("\n\n")
+    prose = takewhile(lambda paragraph: paragraph[0] not in " *", paragraphs)
+    about = " ".join(" ".join(prose).split())
+    kept = {"benchmark": name, "title": module.TITLE, "about": about, "tables": tables, **provenance()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def command_line(name: str) -> None:
+    """Run one benchmark by its command line, from ``python -m benchmarks.NAME``."""
+    import torch
+
+    module = import_module(f"benchmarks.{name}")  # not as __main__: processes find it again
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each comparison of speeds")
+    parser.add_argument("--smoke", action="store_true", help="a small size: does it run?")
+    parser.add_argument("--json", type=Path, help="where to keep the results")
+    for option, settings in getattr(module, "OPTIONS", {}).items():
+        parser.add_argument(f"--{option.replace('_', '-')}", **settings)
+    options = vars(parser.parse_args())
+    path = options.pop("json")
+    torch.set_num_threads(1)
+    tables = module.measure(**options)
+    print(f"\n# {module.TITLE}\n{text(tables)}", flush=True)
+    if path is not None:
+        save(path, name, tables)
+
+
+def apart(function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
+    """What a function of a module returns in a fresh process; arguments and result are what JSON can hold."""
+    code = (
+        "import json, sys, torch; torch.set_num_threads(1); "
+        f"from {function.__module__} import {function.__name__} as function; "
+        "print(json.dumps(function(*json.loads(sys.argv[1]))))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, json.dumps(arguments)]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, check=True, cwd=ROOT, env=os.environ | dict(environment or {})
+    )
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def provenance() -> dict[str, Any]:
@@ -152,8 +302,16 @@ def provenance() -> dict[str, Any]:
         "commit": commit.stdout.strip() or "unknown",
         "python": platform.python_version(),
         "machine": platform.processor() or platform.machine(),
-        "packages": {name: version(name) for name in PACKAGES},
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
     }
+
+
+def _version(package: str) -> str | None:
+    """None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def peak_memory() -> float:

@@ -1,6 +1,7 @@
 r"""Does alignment recover what label switching hides? Mixtures of posteriordb, sampled without an ordering.
 
-    python -m benchmarks.alignment                       # all tables, from the root of the repository
+Every table says what was aligned, how far the aligned draws are from what is known, and how long it took.
+
     python -m benchmarks.alignment --only low_dim_gauss_mix --samplers BAOA
 
 ``low_dim_gauss_mix``: two components under an exchangeable prior, four chains that start under both labels,
@@ -20,9 +21,8 @@ In float64, on one thread. Reference draws are found through the environment var
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -33,6 +33,7 @@ from pyro.infer import MCMC, NUTS
 from pyro.ops.stats import split_gelman_rubin
 from torch import Tensor
 
+from benchmarks._runner import Row, Tables, command_line, figure
 from benchmarks.references import laplace
 from pyro_sym import (
     BAOA,
@@ -54,6 +55,7 @@ from tests.infer.posteriors import Agreement, Posterior, load, read_data, worst
 
 Draws = dict[str, Tensor]
 
+TITLE = "Alignment of mixtures"
 SYMMETRY = Permutation({"mu": -1, "sigma": -1, "theta": -1})
 SAMPLERS = ("NUTS", "BAOA")
 
@@ -157,14 +159,12 @@ def ordered_reference() -> Draws:
     return {**point, "theta": torch.stack([draws["theta"].mean(), 1 - draws["theta"].mean()])}
 
 
-def two_components(samplers: list[str], num_samples: int) -> None:
+def two_components(samplers: Sequence[str], num_samples: int) -> list[Row]:
     """The first table."""
-    print(
-        f"{'low_dim_gauss_mix':20} {'mean':>8} {'at':9} {'sd':>8} {'at':9} {'R-hat':>7} {'n_eff':>7} {'s':>7}"
-    )
     posterior = Posterior(low_dim_gauss_mix, (read_data("low_dim_gauss_mix")["y"],), "")
     probabilities = allocation_probabilities(low_dim_gauss_mix, posterior.args)
     options: dict[str, Any] = {"group_by_chain": True, "reference": ordered_reference()}
+    rows = []
     for sampler in samplers:
         pyro.set_rng_seed(0)
         samples, seconds = timed(partial(sample, posterior, sampler, num_samples))
@@ -177,12 +177,21 @@ def two_components(samplers: list[str], num_samples: int) -> None:
             moved, took = timed(make)
             agreements, r_hat = compare(moved)
             by_mean, by_sd = worst(agreements)
-            print(
-                f"{sampler + ' ' + way:20} {by_mean.mean_error:+8.3f} {by_mean.name:9} {by_sd.sd_ratio:8.3f} "
-                f"{by_sd.name:9} {r_hat:7.3f} {min(a.n_eff for a in agreements):7.0f} "
-                f"{seconds if way == 'raw' else took:7.1f}",
-                flush=True,
+            passes = abs(by_mean.mean_error) <= 0.1 and abs(by_sd.sd_ratio - 1) <= 0.05 and r_hat <= 1.01
+            rows.append(
+                {
+                    "draws": f"{sampler}, {way}",
+                    "mean": by_mean.mean_error,
+                    "of": by_mean.name,
+                    "sd": by_sd.sd_ratio,
+                    "of ": by_sd.name,
+                    "R-hat": r_hat,
+                    "n_eff": min(a.n_eff for a in agreements),
+                    "s": seconds if way == "raw" else took,
+                    "outcome": "within" if passes else "outside, as it must" if way == "raw" else "MISS",
+                }
             )
+    return rows
 
 
 def _samples(way: Callable[..., Alignment], *args: Any, **kwargs: Any) -> Draws:
@@ -196,43 +205,38 @@ def agreement(first: Alignment, second: Alignment) -> Tensor:
     return kind == kind.bincount(minlength=len(kinds)).argmax()
 
 
-def five_components(samplers: list[str], num_samples: int) -> None:
+def five_components(samplers: Sequence[str], num_samples: int) -> list[Row]:
     """The second table."""
     posterior = Posterior(normal_5, (read_data("normal_5")["y"],), "")
     probabilities = allocation_probabilities(normal_5, posterior.args)
+    rows: list[Row] = []
     for sampler in samplers:
         pyro.set_rng_seed(1)
         samples, seconds = timed(partial(sample, posterior, sampler, num_samples))
-        print(f"normal_5 by {sampler}: {seconds:.1f} s")
+        rows.append({"draws": f"{sampler}, sampling", "s": seconds})
         by_parameters, took = timed(partial(align, samples, SYMMETRY, group_by_chain=True))
-        print(f"{'align':10} {by_parameters.summary()} {took:.1f} s")
-        print_units(by_parameters.samples)
+        rows.append({"draws": f"{sampler}, align", "s": took})
+        options: dict[str, Any] = {"group_by_chain": True}
         methods: tuple[Method, ...] = get_args(Method)
         for method in methods:
-            other, took = timed(
-                partial(
-                    align_allocations, samples, SYMMETRY, probabilities, method=method, group_by_chain=True
-                )
-            )
+            make = partial(align_allocations, samples, SYMMETRY, probabilities, method=method, **options)
+            other, took = timed(make)
             same = agreement(by_parameters, other)
             least = torch.minimum(by_parameters.confidence, other.confidence).flatten()
-            print(f"{method:10} {other.summary()} {took:.1f} s")
-            print(
-                f"{'':10} agrees on {same.double().mean():.2%}; of the other {int((~same).sum())} draws "
-                f"{int((least[~same] < 0.9).sum())} are in doubt",
-                flush=True,
+            share = float(same.double().mean())
+            rows.append(
+                {
+                    "draws": f"{sampler}, {method}",
+                    "s": took,
+                    "agrees with align": f"{share:.2%}",
+                    "of the others, in doubt": f"{int((least[~same] < 0.9).sum())} of {int((~same).sum())}",
+                    "outcome": "within" if share >= 0.99 else "MISS",
+                }
             )
+    return rows
 
 
-def print_units(samples: Mapping[str, Tensor]) -> None:
-    """Mean and sd of each unit."""
-    for site, value in samples.items():
-        flat = value.flatten(0, 1)
-        units = "  ".join(f"{m:6.2f} ± {s:.2f}" for m, s in zip(flat.mean(0), flat.std(0), strict=True))
-        print(f"{'':10} {site:6} {units}")
-
-
-def planted() -> None:
+def planted() -> list[Row]:
     """The third table."""
     pyro.set_rng_seed(0)
     spread = [4.0 * torch.arange(10) + 2.0 for _ in range(3)]
@@ -245,11 +249,11 @@ def planted() -> None:
     draws = {site: value + torch.randn(10_000, *value.shape) for site, value in centres.items()}
     elements = symmetry.sample(centres, (10_000,))
     begin = time.process_time()
-    result, wall = timed(partial(align, symmetry.act(elements, draws), symmetry))
+    result = align(symmetry.act(elements, draws), symmetry)
     cpu = time.process_time() - begin
     total = torch.cat([part.long() for part in symmetry.compose(result.elements, elements)], -1)
-    share = float(total.unique(dim=0, return_counts=True)[1].max()) / len(total)
-    print(f"planted: {share:.2%} recovered, {cpu:.1f} s of one core, {wall:.1f} s; {result.summary()}")
+    lost = 1 - float(total.unique(dim=0, return_counts=True)[1].max()) / len(total)
+    return [figure("draws not recovered", 100 * lost, "%", 0), figure("CPU time", cpu, "s", 5)]
 
 
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:
@@ -259,23 +263,35 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - begin
 
 
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    names = ("low_dim_gauss_mix", "normal_5", "planted")
-    parser.add_argument("--only", nargs="+", choices=names, default=list(names))
-    parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))
-    parser.add_argument("--num-samples", type=int, default=1000)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+PARTS = ("low_dim_gauss_mix", "normal_5", "planted")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "only": {"nargs": "+", "choices": PARTS, "default": PARTS},
+    "samplers": {"nargs": "+", "choices": SAMPLERS, "default": SAMPLERS},
+    "num_samples": {"type": int, "default": 1000},
+}
+
+
+def measure(
+    seconds: float = 0.0,
+    smoke: bool = False,
+    only: Sequence[str] = PARTS,
+    samplers: Sequence[str] = SAMPLERS,
+    num_samples: int = 1000,
+) -> Tables:
+    """The tables; ``seconds`` changes nothing."""
     torch.set_default_dtype(torch.float64)
-    if "planted" in options.only:
-        planted()
-    if "low_dim_gauss_mix" in options.only:
-        two_components(options.samplers, options.num_samples)
-    if "normal_5" in options.only:
-        five_components(options.samplers, options.num_samples)
+    if smoke:
+        only, samplers, num_samples = ["low_dim_gauss_mix"], ["BAOA"], 100
+    makers: dict[str, tuple[str, Callable[[], list[Row]]]] = {
+        "planted": ("10,000 draws of 10 units, planted.", planted),
+        "low_dim_gauss_mix": (
+            "low_dim_gauss_mix: errors of means in reference sd, ratios of sd, largest R-hat.",
+            partial(two_components, samplers, num_samples),
+        ),
+        "normal_5": ("normal_5: agreement of labels.", partial(five_components, samplers, num_samples)),
+    }
+    return {caption: make() for name, (caption, make) in makers.items() if name in only}
 
 
 if __name__ == "__main__":
-    main()
+    command_line("alignment")

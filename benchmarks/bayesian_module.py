@@ -1,8 +1,7 @@
 """A network as a Pyro model: ``BayesianModule`` against the same network written with ``PyroSample`` s.
 
-Run it with ``python -m nox -s bench``, or ``python benchmarks/bayesian_module.py [--json FILE]``. The network
-has 784-128-10 units, minibatches 128 of 60,000 rows; both have Pyro's ``AutoNormal`` and ``Adam``. They take
-turns on one thread. First the gradients are compared, in double precision, at the same draw of the guide.
+The network has 784-128-10 units, minibatches 128 of 60,000 rows; both have Pyro's ``AutoNormal`` and
+``Adam``. First the gradients are compared, in double precision, at the same draw of the guide.
 
 * ``recorded``: a step of ``pyro.infer.SVI``, ours with ``RecordedELBO``, the peer with ``Trace_ELBO``;
 * ``peer recorded``: the same with the peer's network on both sides, to tell what recording alone brings;
@@ -14,15 +13,12 @@ turns on one thread. First the gradients are compared, in double precision, at t
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
-from _runner import compare, save, show
 from pyro import poutine
 from pyro.infer import ELBO, SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
@@ -31,14 +27,11 @@ from pyro.optim import Adam
 from torch import Tensor, nn
 
 import pyro_sym as ps
+from benchmarks._models import Model, network
+from benchmarks._runner import Tables, command_line, compare, figure, ratios
 
 ROWS, BATCH = 60_000, 128
-Model = Callable[..., Any]
-
-
-def network() -> nn.Sequential:
-    """784-128-10 units."""
-    return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+TITLE = "A network as a Pyro model"
 
 
 def bayesian_module() -> Model:
@@ -145,17 +138,11 @@ def difference(*batch: Tensor) -> float:
     return max(float((one - two).abs().max()) for one, two in zip(own, other, strict=True)) / scale
 
 
-def main() -> None:
-    """Run the cases."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to keep the figures")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each case")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+def measure(seconds: float, smoke: bool = False) -> Tables:
+    """The cases."""
     pyro.set_rng_seed(0)
     batch = torch.rand(BATCH, 784), torch.randint(10, (BATCH,))
     deviation = difference(*batch)
-    print(f"gradients differ by {deviation:.1e}, relative")
     cases = {
         "recorded": (recorded_step_of, step_of, bayesian_module()),
         "peer recorded": (recorded_step_of, step_of, WithPyroSamples()),
@@ -168,11 +155,10 @@ def main() -> None:
         pyro.clear_param_store()
         ours, peer = own_work(model, *batch), work(WithPyroSamples(), *batch)
         ours(), peer()
-        rows.append(compare(name, ours, peer, seconds=options.seconds, block=5))
-    show(rows)
-    if options.json:
-        save(options.json, rows, gradient_difference=deviation)
+        rows.append(compare(name, ours, peer, seconds=seconds, block=1 if smoke else 5))
+    agreement = figure("largest difference of the gradients", deviation, "of the largest gradient", 1e-9)
+    return ratios(rows) | {"Before that, in double precision.": [agreement]}
 
 
 if __name__ == "__main__":
-    main()
+    command_line("bayesian_module")

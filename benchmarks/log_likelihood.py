@@ -1,7 +1,6 @@
 """The log likelihood of every datum at every draw: vectorised over draws, beside the loop and Pyro's own way.
 
-Run it with ``python -m nox -s bench``, or ``python benchmarks/log_likelihood.py [--json FILE]``, which keeps
-the figures. All take turns, on one thread, in float64; before that their results are compared.
+All take turns, in float64; before that their results are compared.
 
 * the loop conditions the model on one draw after another, and asks its trace;
 * Pyro's vectorised trace puts a plate of draws around the model, which ``x @ w`` doesn't survive: it takes
@@ -10,23 +9,22 @@ the figures. All take turns, on one thread, in float64; before that their result
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
-from _runner import Ratio, save, show, take_turns
 from pyro import poutine
 from pyro.infer import Predictive
 from torch import Tensor
 
+from benchmarks._models import Model
+from benchmarks._runner import Ratio, Tables, command_line, figure, ratios, take_turns
 from pyro_sym import log_likelihood
 
+TITLE = "Log likelihoods of all data at all draws"
 NUM_DRAWS, NUM_DATA = 400, 500
-Model = Callable[..., Any]
 
 
 def logistic(x: Tensor, y: Tensor) -> None:
@@ -73,13 +71,8 @@ def by_plate(model: Model, draws: dict[str, Tensor], *args: Any) -> Tensor:
         return site["fn"].log_prob(site["value"])
 
 
-def main() -> None:
-    """Compare, time, and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+def measure(seconds: float, smoke: bool = False) -> Tables:
+    """Compare and time."""
     torch.set_default_dtype(torch.float64)
     pyro.set_rng_seed(0)
     x = torch.randn(NUM_DATA, 3)
@@ -90,6 +83,7 @@ def main() -> None:
         network: {"w1": (3, 50), "w2": (50,)},
     }
     rows: list[Ratio] = []
+    worst = 0.0
     for model, sites in shapes.items():
         draws = {name: torch.randn(NUM_DRAWS, *shape) for name, shape in sites.items()}
         contestants: dict[str, Callable[[], Tensor]] = {
@@ -99,17 +93,14 @@ def main() -> None:
         if model is for_plates:
             contestants["vectorised trace"] = lambda d=draws: by_plate(for_plates, d, x, y)  # type: ignore[misc]
         results = {name: run() for name, run in contestants.items()}
-        for name, result in results.items():
-            worst = float((result - results["loop"]).abs().max())
-            print(f"{model.__name__}: {name} differs from the loop by {worst:.1e} at most")
-        turns = take_turns({name: (run, 1) for name, run in contestants.items()}, options.seconds, block=1)
+        worst = max(worst, *(float((r - results["loop"]).abs().max()) for r in results.values()))
+        turns = take_turns({name: (run, 1) for name, run in contestants.items()}, seconds, block=1)
         for peer in list(contestants)[1:]:
             target = 0.1 if peer == "loop" else None
             rows.append(turns.ratio(model.__name__, "vectorised", peer, target=target))
-    show(rows)
-    if options.json is not None:
-        save(options.json, rows)
+    agreement = figure("largest difference to the loop", worst, "nats", 1e-9)
+    return ratios(rows) | {"Before that.": [agreement]}
 
 
 if __name__ == "__main__":
-    main()
+    command_line("log_likelihood")

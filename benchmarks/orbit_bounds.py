@@ -1,27 +1,35 @@
 """How tightly each method brackets the gain of symmetrising n units, and what a draw costs.
 
-The units are N(m_i, I) in five dimensions with means of spread s, and the gain is
-E[log q - log q^G] = E[sum_i L_ii - log perm(e^L) + log n!], in nats. Every method sees the same draws; a
-deterministic bound holds for each of them, a sampled one on average. Seconds are of one thread, a draw, both
-halves together.
+The units are N(m_i, I) in five dimensions with means of spread s, and the gain is E[log q - log q^G] =
+E[sum_i L_ii - log perm(e^L) + log n!], in nats. Every method sees the same draws; a deterministic bound
+holds for each of them, a sampled one on average. Seconds of CPU time are of a draw, both halves together.
 
-    python benchmarks/orbit_bounds.py --sizes 8 64 --separations 1 2 --draws 20
+    python -m benchmarks.orbit_bounds --sizes 8 64 --separations 1 2 --draws 20
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks._runner import Row, Tables, command_line
 from pyro_sym.orbit.bounds import bethe_lower, bethe_upper, capacity_lower, capacity_upper, fractional_upper
 from pyro_sym.orbit.permanent import MAX_SIZE, log_permanent
 from pyro_sym.orbit.sequential import importance_bracket
 
+TITLE = "Brackets of the gain"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sizes": {"type": int, "nargs": "+", "default": [8, 12, 64, 512]},
+    "separations": {"type": float, "nargs": "+", "default": [1.0, 2.0]},
+    "draws": {"type": int, "default": 4},
+    "elements": {"type": int, "default": 64},
+    "seed": {"type": int, "default": 0},
+}
 Halves = Callable[[Tensor], tuple[Tensor | None, Tensor | None]]
 
 
@@ -57,38 +65,35 @@ def methods(n: int, num_elements: int) -> dict[str, Halves]:
     return found
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--sizes", type=int, nargs="+", default=[8, 12, 64, 512])
-    parser.add_argument("--separations", type=float, nargs="+", default=[1.0, 2.0])
-    parser.add_argument("--draws", type=int, default=8)
-    parser.add_argument("--elements", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+def measure(
+    seconds: float = 0.0,
+    smoke: bool = False,
+    sizes: Sequence[int] = (8, 12, 64, 512),
+    separations: Sequence[float] = (1.0, 2.0),
+    draws: int = 4,
+    elements: int = 64,
+    seed: int = 0,
+) -> Tables:
+    """All methods, on the same draws; ``seconds`` changes nothing."""
     torch.set_default_dtype(torch.float64)
-    torch.manual_seed(options.seed)
-    print(f"{'n':>4} {'s':>4}  {'method':<20} {'gain >=':>10} {'gain <=':>10} {'s/draw':>9}")
-    for n in options.sizes:
-        for separation in options.separations:
-            pairs = gaussian_pairs(n, separation, options.draws)
+    torch.manual_seed(seed)
+    rows: list[Row] = []
+    for n in sizes[:1] if smoke else sizes:
+        for separation in separations:
+            pairs = gaussian_pairs(n, separation, draws)
             base = pairs.diagonal(dim1=-2, dim2=-1).sum(-1) + math.lgamma(n + 1)
-            for name, halves in methods(n, options.elements).items():
-                start = time.perf_counter()
+            for name, halves in methods(n, elements).items():
+                start = time.process_time()
                 lower, upper = zip(*(halves(draw) for draw in pairs.split(1)), strict=True)
-                seconds = (time.perf_counter() - start) / options.draws
-                ends = [
-                    "-" if half[0] is None else f"{float((base - torch.cat(half)).mean()):.3f}"
+                took = (time.process_time() - start) / draws
+                least, most = (
+                    None if half[0] is None else f"{float((base - torch.cat(half)).mean()):.3f}"
                     for half in (upper, lower)
-                ]
-                print(
-                    f"{n:>4} {separation:>4}  {name:<20} {ends[0]:>10} {ends[1]:>10} {seconds:>9.4f}",
-                    flush=True,
                 )
+                case = f"n = {n}, s = {separation:g}: {name}"
+                rows.append({"case": case, "gain ≥": least, "gain ≤": most, "s / draw": took})
+    return {f"Gains in nats, means over {draws} draws.": rows}
 
 
 if __name__ == "__main__":
-    main()
+    command_line("orbit_bounds")

@@ -1,8 +1,10 @@
 r"""Do the samplers get real posteriors right? Seven posteriors of posteriordb against their reference draws.
 
-    python -m benchmarks.references                      # both tables, from the root of the repository
-    python -m benchmarks.references --full --only nes2000-nes hmm_example
-    python -m benchmarks.references --minibatch --seeds 1
+On full data the targets are 0.1 reference sd for the largest error of a mean and 5 % for the sd farthest from
+the reference's; on 5 % minibatches they are 0.15 and 10 %, with step sizes that halve.
+
+    python -m benchmarks.references --tables full --only nes2000-nes hmm_example
+    python -m benchmarks.references --tables minibatch --seeds 3
 
 All in float64, on one thread, and by the package's own means: :func:`find_mode` for a mode :math:`\hat u`;
 the Hessian :math:`H` of the potential energy there; ``Diagonal(1 / H_ii)``, so that step sizes are in
@@ -11,10 +13,10 @@ counts those of each chain after its warm-up.
 
 The first table is on full data, from independent :math:`N(\hat u_i, 1 / H_{ii})`. ``mean`` is the largest
 error of a mean, in reference sd, ``sd`` the ratio of sd that is farthest from 1, both over all components of
-the reference draws; ``n_eff`` the least effective sample size. The targets are 0.1 and 5 %.
+the reference draws; ``n_eff`` the least effective sample size.
 
-The second is on 5 % minibatches, a set of rows for each chain at each step, with targets 0.15 and 10 %, and
-step sizes that halve at one friction: gradient noise of variance :math:`V` heats by :math:`h V / 2 \gamma`.
+The second is on 5 % minibatches, a set of rows for each chain at each step, with step sizes that halve at
+one friction: gradient noise of variance :math:`V` heats by :math:`h V / 2 \gamma`.
 Steps so small take thousands to cross a posterior whose coordinates are correlated, so these chains start at
 draws of the Laplace approximation, :math:`N(\hat u, H^{-1})`, which has no heating: they have to find it in
 warm-up.
@@ -24,9 +26,8 @@ Reference draws are found through the environment variable PYRO_SYM_DATA.
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +35,7 @@ import pyro
 import torch
 from torch import Tensor
 
+from benchmarks._runner import Row, Tables, command_line
 from pyro_sym.errors import DivergenceError
 from pyro_sym.infer.control_variate import FullGradient, find_mode
 from pyro_sym.infer.gradient import Gradient
@@ -45,6 +47,7 @@ from pyro_sym.infer.skeleton import StochasticGradientKernel
 from pyro_sym.infer.vectorized import VectorizedMCMC
 from tests.infer.posteriors import NAMES, Agreement, Posterior, load, worst
 
+TITLE = "Real posteriors against reference draws"
 KERNELS: dict[str, Any] = {kind.__name__: kind for kind in (BAOA, SGHMC, LeimkuhlerMatthews, SGLD, SGNHT)}
 
 
@@ -128,27 +131,36 @@ def sample(
     return posterior.compare(run.get_samples(group_by_chain=True)), seconds
 
 
-HEADER = (
-    f"{'posterior':26} {'kernel':20} {'h':>6} {'gamma':>5} {'steps':>6} {'warm-up':>7} {'chains':>6} "
-    f"{'mean':>6} {'at':9} {'sd':>6} {'at':9} {'n_eff':>7} {'s':>6}"
-)
-
-
 def row(
     name: str, setting: Setting, agreements: list[Agreement], seconds: float, mean: float, sd: float
-) -> str:
+) -> Row:
     """One line of the table."""
     by_mean, by_sd = worst(agreements)
     passes = abs(by_mean.mean_error) <= mean and abs(by_sd.sd_ratio - 1) <= sd
-    return (
-        f"{name:26} {setting.kernel:20} {setting.step_size:6.3g} {setting.friction:5.3g} {setting.steps:6} "
-        f"{setting.warmup:7} {setting.chains:6} {by_mean.mean_error:+6.3f} {by_mean.name:9} "
-        f"{by_sd.sd_ratio:6.3f} {by_sd.name:9} {min(a.n_eff for a in agreements):7.0f} {seconds:6.1f} "
-        f"{'pass' if passes else 'MISS'}"
-    )
+    return _setting(name, setting) | {
+        "mean": by_mean.mean_error,
+        "of": by_mean.name,
+        "sd": by_sd.sd_ratio,
+        "of ": by_sd.name,
+        "n_eff": min(a.n_eff for a in agreements),
+        "s": seconds,
+        "outcome": "within" if passes else "MISS",
+    }
 
 
-def full_data(names: list[str], kernels: list[str], seeds: int) -> Iterator[str]:
+def _setting(name: str, setting: Setting) -> Row:
+    """The first columns."""
+    return {
+        "posterior": name,
+        "kernel": setting.kernel,
+        "h": setting.step_size,
+        "γ": setting.friction,
+        "steps": setting.steps,
+        "chains": setting.chains,
+    }
+
+
+def full_data(names: Sequence[str], kernels: Sequence[str], seeds: int) -> Iterator[Row]:
     """The first table."""
     for name in names:
         posterior = load(name)
@@ -156,16 +168,14 @@ def full_data(names: list[str], kernels: list[str], seeds: int) -> Iterator[str]
         mode, hessian = laplace(posterior)
         for kind in kernels:
             setting = replace(FULL[name], kernel=kind)
-            if kind in (
-                "SGLD",
-                "LeimkuhlerMatthews",
-            ):  # a step moves by h, where those with momentum do by h^2 / 2
+            if kind in ("SGLD", "LeimkuhlerMatthews"):  # they move by h, those with momentum by h^2 / 2
                 setting = replace(setting, step_size=setting.step_size**2 / 2)
             for seed in range(seeds):
                 try:
                     yield row(name, setting, *sample(posterior, setting, mode, hessian, seed), 0.1, 0.05)
                 except DivergenceError as error:
-                    yield f"{name:26} {setting.kernel:20} {setting.step_size:6.3g} MISS: {error}"
+                    print(error, flush=True)
+                    yield _setting(name, setting) | {"outcome": "MISS"}
 
 
 #: On 5 % minibatches: the largest of the step sizes, how often it halves, and what goes with it.
@@ -177,7 +187,7 @@ MINIBATCH = {
 }
 
 
-def minibatches(names: list[str], seeds: int) -> Iterator[str]:
+def minibatches(names: Sequence[str], seeds: int) -> Iterator[Row]:
     """The second table: as the step size halves, the steps double."""
     for (name, gradient), (first, halvings) in MINIBATCH.items():
         if name not in names:
@@ -200,25 +210,44 @@ def minibatches(names: list[str], seeds: int) -> Iterator[str]:
                 yield row(label, setting, agreements, seconds, 0.15, 0.1)
 
 
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="the first table only")
-    parser.add_argument("--minibatch", action="store_true", help="the second table only")
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
-    parser.add_argument("--kernels", nargs="+", choices=list(KERNELS), default=["BAOA"])
-    parser.add_argument("--seeds", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tables": {"nargs": "+", "choices": ["full", "minibatch"], "default": ["full", "minibatch"]},
+    "only": {"nargs": "+", "choices": NAMES, "default": NAMES},
+    "kernels": {"nargs": "+", "choices": list(KERNELS), "default": ["BAOA"]},
+    "seeds": {"type": int, "default": 1},
+}
+
+
+def measure(
+    seconds: float = 0.0,
+    smoke: bool = False,
+    tables: Sequence[str] = ("full", "minibatch"),
+    only: Sequence[str] = NAMES,
+    kernels: Sequence[str] = ("BAOA",),
+    seeds: int = 1,
+) -> Tables:
+    """Both tables; ``seconds`` changes nothing."""
     torch.set_default_dtype(torch.float64)
-    print(HEADER)
-    if not options.minibatch:
-        for line in full_data(options.only, options.kernels, options.seeds):
-            print(line, flush=True)
-    if not options.full:
-        for line in minibatches(options.only, options.seeds):
-            print(line, flush=True)
+    if smoke:
+        tables, only = ["full"], ["sblrc-blr"]
+    made: Tables = {}
+    if "full" in tables:
+        made["Full data: largest error of a mean, in reference sd, and sd ratio farthest from 1."] = _told(
+            full_data(only, kernels, seeds)
+        )
+    if "minibatch" in tables:
+        made["The same on minibatches of 5 %."] = _told(minibatches(only, seeds))
+    return made
+
+
+def _told(rows: Iterator[Row]) -> list[Row]:
+    """All rows, each announced when it is there."""
+    kept = []
+    for one in rows:
+        print(one["posterior"], one["outcome"], flush=True)
+        kept.append(one)
+    return kept
 
 
 if __name__ == "__main__":
-    main()
+    command_line("references")

@@ -1,7 +1,7 @@
 """Draws on disk at the size of a network: what they cost beside the steps, in memory, and to be read.
 
-Run it with ``python -m nox -s bench_store``, or ``python benchmarks/store.py [--json FILE] [--thinning N]``:
-2 chains of a network of 10⁶ weights, 128 of 2,000 rows a step, 200 draws each, in blocks of 8 draws (64 MB).
+Two chains of a network of 10⁶ weights, 128 of 2,000 rows a step, 200 draws each, in blocks of 8 draws (64
+MB).
 
 * ``write``: seconds that the run with a store took, against those of its steps alone;
 * ``memory``: peak of a process that runs it, above that of one that takes steps and keeps one draw;
@@ -10,10 +10,6 @@ Run it with ``python -m nox -s bench_store``, or ``python benchmarks/store.py [-
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -21,13 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _runner import peak_memory
 from torch import nn
 
+from benchmarks._runner import Tables, apart, command_line, figure, peak_memory
 from pyro_sym import BAOA, BayesianModule, VectorizedMCMC
 from pyro_sym.infer.chains import Chains
 from pyro_sym.nn import Categorical, FanInPrior
 
+TITLE = "Draws on disk"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "thinning": {"type": int, "default": 10},
+    "folder": {"type": Path, "help": "on the disk to measure"},
+}
 ROWS, CHAINS, DRAWS = 2_000, 2, 200
 
 
@@ -56,13 +57,6 @@ def run(store: str | None, draws: int, thinning: int) -> dict[str, float]:
     return {"steps": seconds, "run": mcmc.sampling_time, "peak": peak_memory()}
 
 
-def in_a_process(*arguments: Any) -> dict[str, float]:
-    """The figures of :func:`run` in a fresh process, which has one peak."""
-    command = [sys.executable, __file__, "--probe", json.dumps(arguments)]
-    result: dict[str, float] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-    return result
-
-
 def summaries(store: str) -> dict[str, float]:
     """Seconds to summarise a few numbers of a store, opened anew."""
     with warnings.catch_warnings():
@@ -76,41 +70,31 @@ def summaries(store: str) -> dict[str, float]:
         start = time.perf_counter()
         with xr.open_dataset(store, engine="zarr", group="posterior", chunks=None) as posterior:
             az.summary(posterior[[name]].isel({dim: list(rows) for dim, rows in where.items()}).load())
-        figures[f"summary, {name} (s, < 2)"] = time.perf_counter() - start
+        figures[f"summary, {name}"] = time.perf_counter() - start
     return figures
 
 
-def main() -> None:
-    """Print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--thinning", type=int, default=10)
-    parser.add_argument("--folder", type=Path, help="on the disk to measure")
-    parser.add_argument("--probe", type=json.loads)
-    options = parser.parse_args()
-    if options.probe:
-        print(json.dumps(run(*options.probe)))
-        return
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        store = f"{folder}/run.zarr"
-        bare = in_a_process(None, 1, 20)
-        stored = in_a_process(store, DRAWS, options.thinning)
-        size = sum(file.stat().st_size for file in Path(store).rglob("*") if file.is_file())
-        files = sum(file.is_file() for file in Path(store).rglob("*"))
-        figures = {
-            "steps (s)": stored["steps"],
-            "write (s)": stored["run"] - stored["steps"],
-            "write / steps (< 2)": stored["run"] / stored["steps"] - 1,
-            "size (GB)": size / 1e9,
-            "files": files,
-            "memory above the steps' own (GB, < 1.5)": (stored["peak"] - bare["peak"]) / 1e9,
-            **summaries(store),
-        }
-    for name, value in figures.items():
-        print(f"{name:45} {value:10.3f}")
-    if options.json:
-        options.json.write_text(json.dumps({"thinning": options.thinning, **figures}, indent=1))
+def measure(
+    seconds: float = 0.0, smoke: bool = False, thinning: int = 10, folder: Path | None = None
+) -> Tables:
+    """The figures; ``seconds`` changes nothing."""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        store = f"{place}/run.zarr"
+        bare = apart(run, None, 1, 20)
+        stored = apart(run, store, 10 if smoke else DRAWS, thinning)
+        files = [file.stat().st_size for file in Path(store).rglob("*") if file.is_file()]
+        summary = summaries(store)
+    rows = [
+        figure("steps", stored["steps"], "s"),
+        figure("writing", stored["run"] - stored["steps"], "s"),
+        figure("writing, of the steps", stored["run"] / stored["steps"] - 1, "ratio", 2),
+        figure("size", sum(files) / 1e9, "GB"),
+        figure("files", len(files), ""),
+        figure("memory above the steps' own", (stored["peak"] - bare["peak"]) / 1e9, "GB", 1.5),
+        *(figure(name, took, "s", 2) for name, took in summary.items()),
+    ]
+    return {f"By wall clock, {thinning} steps a draw.": rows}
 
 
 if __name__ == "__main__":
-    main()
+    command_line("store")

@@ -1,46 +1,41 @@
 """One step of SVI: a symmetrised mean-field guide against the plain one, on the same model and data.
 
-Run it with ``python -m nox -s bench``, or ``python benchmarks/svi_step.py [--json FILE] [--only WORD]``.
-Both guides start from the same values, train on, and take turns step by step, on one thread.
+Both start from the same values, train on, and take turns step by step.
+
+    python -m benchmarks.svi_step --only wine
 
 * ``digits``: a network 784-h-10 on MNIST, minibatches of 100, units far apart after the warm-up;
 * ``wine``: the mixture of ``tutorials/00_quickstart.py``;
 * ``curve``: a regression 1-50-1 whose units overlap, so that no step can be skipped;
-* ``memory``: peak memory of a full bound for 512 units and 64 permutations, above that of the plain step.
+* ``memory``: peak memory of a full bound for 512 units and 64 permutations, beside that of the plain step.
 """
 
 from __future__ import annotations
 
-import argparse
-import gzip
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
-from _runner import Ratio, compare, peak_memory, save, show
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from pyro.infer.autoguide.initialization import init_to_sample
 from pyro.optim import Adam
 from torch import Tensor
 
+from benchmarks._models import Model, mnist
+from benchmarks._runner import Ratio, Tables, apart, command_line, compare, figure, peak_memory, ratios
 from pyro_sym import AutoSymmetrized, Permutation, Product, SignFlip, Symmetry
 
-DATA = Path(os.environ.get("PYRO_SYM_DATA", Path(__file__).parents[2] / "shared" / "data"))
+TITLE = "A step of SVI, symmetrised and plain"
+OPTIONS = {"only": {"default": "", "help": "cases whose name has this in it"}}
 Guide = Callable[..., Any]
-Model = Callable[..., Any]
 
 
 def digits(width: int, **settings: Any) -> tuple[Model, Symmetry, Callable[[], tuple[Any, ...]], AutoNormal]:
     """The network, its symmetry, a sampler of minibatches, and a guide."""
-    images, labels = _mnist()
+    images, labels = mnist()
 
     def model(x: Tensor, y: Tensor) -> None:
         w1 = pyro.sample("w1", dist.Normal(0.0, 1.0).expand([784, width]).to_event(2))
@@ -137,14 +132,6 @@ CASES: dict[str, Callable[[float], Ratio]] = {
 }
 
 
-def _mnist() -> tuple[Tensor, Tensor]:
-    with gzip.open(DATA / "mnist-10k-images-idx3-ubyte.gz") as file:
-        images = np.frombuffer(file.read(), np.uint8, offset=16).reshape(-1, 784)
-    with gzip.open(DATA / "mnist-10k-labels-idx1-ubyte.gz") as file:
-        labels = np.frombuffer(file.read(), np.uint8, offset=8)
-    return torch.tensor(images / 255.0, dtype=torch.float), torch.tensor(labels, dtype=torch.long)
-
-
 def peak(symmetrised: bool) -> float:
     """GiB of memory at most, over three steps of the widest network with the average in full."""
     model, symmetry, batch, make = digits(512)
@@ -157,34 +144,18 @@ def peak(symmetrised: bool) -> float:
     return peak_memory() / 2**30
 
 
-def peak_of_a_process(which: str) -> float:
-    """Memory has a peak only once: each guide gets a process."""
-    command = [sys.executable, __file__, "--peak", which]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-
-def main() -> None:
-    """Run the cases."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to keep the figures")
-    parser.add_argument("--only", default="", help="cases whose name has this in it")
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each case")
-    parser.add_argument("--peak", choices=["ours", "plain"], help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+def measure(seconds: float, smoke: bool = False, only: str = "") -> Tables:
+    """The cases, and the memory."""
     pyro.set_rng_seed(0)
-    if options.peak:
-        print(peak(options.peak == "ours"))
-        return
-    rows = [run(options.seconds) for name, run in CASES.items() if options.only in name]
-    show(rows)
-    memory = {}
-    if options.only in "memory":
-        memory = {which: peak_of_a_process(which) for which in ("ours", "plain")}
-        print(f"memory, h=512, K=64: {memory['ours']:.2f} GiB, plain {memory['plain']:.2f} GiB")
-    if options.json:
-        save(options.json, rows, memory_gib=memory)
+    only = only or ("wine K=3" if smoke else "")
+    tables = ratios(run(seconds / 2) for name, run in CASES.items() if only in name)
+    if only in "memory":
+        tables["Peak memory of a process, 512 units."] = [
+            figure("symmetrised, 64 permutations, in full", apart(peak, True), "GiB"),
+            figure("plain", apart(peak, False), "GiB"),
+        ]
+    return tables
 
 
 if __name__ == "__main__":
-    main()
+    command_line("svi_step")
