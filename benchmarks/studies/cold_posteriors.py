@@ -306,14 +306,14 @@ def _effect(results: Results, problem: str, method: str) -> tuple[str, str]:
 
 
 def _comparison(
-    results: Results, problem: str, ours: tuple[str, float], other: tuple[str, float]
-) -> tuple[str, str]:
-    """Whether one is better than the other, and the numbers."""
+    results: Results, problem: str, ours: tuple[str, float], other: tuple[str, float], name: str
+) -> tuple[bool, str]:
+    """Whether one is better than the other, and how it compares, in words."""
     gain = _values(results, problem, *other) - _values(results, problem, *ours)
-    numbers = f"by {gain.mean():.3f} ± {_error(gain):.3f} nats a row"
-    if abs(gain.mean()) < 2 * _error(gain):
-        return "equal", f"within two standard errors ({gain.mean():+.3f} ± {_error(gain):.3f} nats a row)"
-    return ("better" if gain.mean() > 0 else "worse"), numbers.replace("by -", "by ")
+    mean, error = gain.mean(), _error(gain)
+    if abs(mean) < 2 * error:
+        return False, f"as good as {name} ({mean:+.3f} ± {error:.3f} nats a row)"
+    return mean > 0, f"{'better' if mean > 0 else 'worse'} than {name} by {abs(mean):.3f} ± {error:.3f}"
 
 
 def _verdict(holds: bool) -> str:
@@ -322,36 +322,34 @@ def _verdict(holds: bool) -> str:
 
 def findings(results: Results) -> list[str]:
     """The paper's claims, problem by problem, and whether chains hold their temperature."""
-    said = []
-    if len(results["scale"]["temperatures"]) < 6:
-        said.append(
-            "This is the smoke size: chains are far from stationary, and nothing here means anything."
-        )
+    said, members = [], results["scale"]["members"]
+    if len(results["scale"]["temperatures"]) < len(SCALES["full"].temperatures):
+        said.append("This is the smoke size: no chain is near its target, and the verdicts mean nothing.")
     for name in results["problems"]:
         effects = {method: _effect(results, name, method) for method in ("vi", "serial", "parallel")}
-        holds = effects["vi"][0] == "strong" and all(
-            effects[method][0] in ("mild", "none") for method in ("serial", "parallel")
+        holds = effects["vi"][0] == "strong" and "strong" not in (
+            effects["serial"][0],
+            effects["parallel"][0],
         )
-        told = "; ".join(f"{METHODS[m]} {kind} (loss {numbers})" for m, (kind, numbers) in effects.items())
+        told = "; ".join(f"{METHODS[m]}: {kind}, loss {numbers}" for m, (kind, numbers) in effects.items())
         said.append(
             f"{name}: a strong cold posterior effect for VI and a mild one at most for SGHMC "
-            f"{_verdict(holds)}: {told}."
+            f"{_verdict(holds)}. {told}."
         )
-        whole, whole_numbers = _comparison(results, name, ("parallel", 1.0), ("serial", 1.0))
-        thin, thin_numbers = _comparison(results, name, ("parallel", 1.0), ("thinned", 1.0))
-        scale = results["scale"]
+        warm = ("parallel", 1.0)
+        holds, told = _comparison(results, name, warm, ("serial", 1.0), "all draws of the long chain")
+        thinned = _comparison(results, name, warm, ("thinned", 1.0), f"{members} of them")[1]
         said.append(
-            f"{name}: parallel SGHMC better than serial {_verdict(whole == 'better')} at T = 1 and as many "
-            f"gradients: its {scale['members']} last draws are {whole} {whole_numbers} than all draws of the "
-            f"long chain, and {thin} {thin_numbers} than {scale['members']} of them."
+            f"{name}: parallel SGHMC better than serial, at T = 1 and with as many gradients, "
+            f"{_verdict(holds)}. Its {members} last draws are {told}, and {thinned}."
         )
-        beat = {
-            method: _comparison(results, name, (method, 1.0), ("parallel", 0.0))
-            for method in ("parallel", "serial")
-        }
-        holds = all(kind == "better" for kind, _ in beat.values())
-        told = ", ".join(f"{METHODS[m]} is {kind} {numbers}" for m, (kind, numbers) in beat.items())
-        said.append(f"{name}: SGHMC at T = 1 better than a deep ensemble {_verdict(holds)}: {told}.")
+        cold = ("parallel", 0.0)
+        parallel = _comparison(results, name, warm, cold, "a deep ensemble")
+        serial = _comparison(results, name, ("serial", 1.0), cold, "it")
+        said.append(
+            f"{name}: SGHMC at T = 1 better than a deep ensemble {_verdict(parallel[0] and serial[0])}. "
+            f"Parallel SGHMC is {parallel[1]}; serial SGHMC is {serial[1]}."
+        )
         said.append(_heat(results, name))
     return said
 
@@ -360,18 +358,18 @@ def _heat(results: Results, name: str) -> str:
     """Kinetic temperatures against what momenta of the target's temperature would show."""
     scale, problem = results["scale"], results["problems"][name]
     draws = scale["seeds"] * (scale["members"] - 1) * scale["steps"] // scale["thinning"]
-    told, inside = [], []
-    for temperature in scale["temperatures"]:
-        mean = _values(results, name, "serial", temperature, "kinetic").mean()
-        told.append(f"{mean:.3g} at {temperature:g}")
+    told, inside = [], 0
+    means = {t: _values(results, name, "serial", t, "kinetic").mean() for t in scale["temperatures"]}
+    for temperature, mean in means.items():
+        told.append(f"{mean:.3g} at T = {temperature:g}")
         if temperature:
             low, high = ps.kinetic_band(temperature, draws * problem["parameters"])
-            inside.append(low <= mean <= high)
+            inside += bool(low <= mean <= high)
     positions = _values(results, name, "serial", 1.0, "configurational").mean()
     return (
-        f"{name}: mean kinetic temperatures of the long chains are {', '.join(told)}; {sum(inside)} of "
-        f"{len(inside)} lie in the 99 % band of a mean of so many draws. That of the positions at T = 1 is "
-        f"{positions:.2f}."
+        f"{name}: the long chains' mean kinetic temperatures are {', '.join(told)}: at T = 1 off by "
+        f"{means[1.0] - 1:+.1%}, with {inside} of {sum(t > 0 for t in means)} in the 99 % band of so many "
+        f"draws. The positions at T = 1 have {positions:.2f}."
     )
 
 
@@ -413,12 +411,12 @@ def tables(results: Results) -> list[Table]:
 
 def figure(results: Results) -> Figure:
     """Held-out loss by temperature."""
-    with_ticks = results["scale"]["temperatures"]
+    temperatures = results["scale"]["temperatures"]
     drawn = Figure(figsize=(8, 3.6), layout="constrained")
     panels = drawn.subplots(1, 2)
     for panel, (name, problem) in zip(panels, results["problems"].items(), strict=True):
         for shift, (method, colour) in zip((-0.06, 0.0, 0.06), COLOURS.items(), strict=True):
-            values = [_values(results, name, method, t) for t in with_ticks]
+            values = [_values(results, name, method, t) for t in temperatures]
             panel.errorbar(
                 np.arange(len(values)) + shift,
                 [value.mean() for value in values],
@@ -430,8 +428,8 @@ def figure(results: Results) -> Figure:
                 linewidth=1.5,
                 label=METHODS[method],
             )
-        panel.axvline(with_ticks.index(1.0), color="0.8", linewidth=1, zorder=0)
-        panel.set_xticks(range(len(with_ticks)), [f"{t:g}" for t in with_ticks])
+        panel.axvline(temperatures.index(1.0), color="0.8", linewidth=1, zorder=0)
+        panel.set_xticks(range(len(temperatures)), [f"{t:g}" for t in temperatures])
         panel.set_title(f"{name}, {problem['parameters']} parameters", fontsize=12)
         panel.set_xlabel("temperature (1: the posterior, 0: modes)", fontsize=11)
         panel.tick_params(labelsize=10.5)
