@@ -89,7 +89,7 @@ class Scale:
 
 SCALES = {
     "smoke": Scale((0.0, 0.1, 1.0), seeds=2, members=3, steps=100, thinning=10, vi_steps=150),
-    "full": Scale((0.0, 0.03, 0.1, 0.3, 1.0, 3.0), seeds=3, members=6, steps=700, thinning=50, vi_steps=1000),
+    "full": Scale((0.0, 0.03, 0.1, 0.3, 1.0, 3.0), seeds=5, members=6, steps=700, thinning=50, vi_steps=1000),
 }
 
 
