@@ -142,6 +142,7 @@ def trained(units: Sequence[float], start: str, draw: Draw, steps: int, *, symme
 
 
 def run(size: Size) -> Results:
+    """Train everything; what is kept are the means and the KLs."""
     full = size == "full"
     steps = 3000
     fine = [0.5, 1, 1.5, 2, 2.5, 3, 3.5, *np.arange(4, 7.01, 0.1 if full else 0.5).round(3).tolist(), 7.5, 8]
@@ -194,6 +195,7 @@ def thresholds(results: Results) -> dict[str, dict[str, list[float | None]]]:
 
 
 def findings(results: Results) -> list[str]:
+    """Thresholds against the paper's, the two optima, and the symmetrised Gaussian."""
     found = thresholds(results)
     sentences = []
     for start, what in (
@@ -241,17 +243,17 @@ def _of_symmetrised(results: Results, start: str) -> str:
         )
     ]
     settled = [value for in_mode, value, _ in rows if in_mode]
-    text = f"From {start} the symmetrised Gaussian settles in a mode in {len(settled)} of {len(rows)} cases (α, σ)"
+    text = f"From {start} the symmetrised Gaussian settles in a mode at {len(settled)} of {len(rows)} (α, σ)"
     if settled:
         text += f", with a KL of at most {max(settled):.0e} nats, as the target is in its family"
     if others := [value for in_mode, value, _ in rows if not in_mode]:
-        text += (
-            f"; in the others it stays between the modes, a local optimum, with a KL up to {max(others):.2f}"
-        )
-    return f"{text}. The plain one's KL rises to {max(plain for *_, plain in rows):.3f} (log 2 = {math.log(2):.3f})."
+        text += f"; elsewhere it stays between the modes, a local optimum, with a KL up to {max(others):.2f}"
+    worst = max(plain for *_, plain in rows)
+    return f"{text}. The plain one's KL rises to {worst:.3f} (log 2 = {math.log(2):.3f})."
 
 
 def tables(results: Results) -> list[Table]:
+    """Thresholds; and means and KLs over the distance."""
     found = thresholds(results)
     ways = [f"{how}, {start}" for start in STARTS for how in ("draws", "quadrature")]
     rows = []
@@ -289,6 +291,7 @@ def _spread(values: Sequence[float | None]) -> str:
 
 
 def figure(results: Results) -> Figure:
+    """Means over the distance, and the KL."""
     figure = Figure(figsize=(8, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     units = results["alpha_over_sigma"]
@@ -308,7 +311,7 @@ def figure(results: Results) -> Figure:
     left.set(xscale="log", xlabel="distance of the modes α", ylabel="mean of q, μ*/α")
     left.set_xticks([0.25, 1, 4, 16], ["0.25", "1", "4", "16"])
     left.minorticks_off()
-    left.set_title("Lines: from N(0, σ²); points: from N(0, 1)", fontsize=10)
+    left.set_title("Lines from N(0, σ²), points from N(0, 1); dotted: paper", fontsize=9)
     left.legend(fontsize=9, loc="lower left")
     for name, curve, style in (
         ("plain", results["quadrature"]["N(0, σ²)"]["1.0"], {"color": "#D55E00"}),
@@ -319,6 +322,6 @@ def figure(results: Results) -> Figure:
     right.axhline(math.log(2), color="0.3", linewidth=0.8, linestyle=":")
     right.text(0.5, math.log(2) + 0.015, "log 2", fontsize=9)
     right.set(xlabel="distance of the modes α / σ", ylabel="KL(q | p) in nats", ylim=(-0.03, 1.0))
-    right.set_title("How far from the target", fontsize=10)
-    right.legend(fontsize=9, loc="upper left", bbox_to_anchor=(0.0, 0.68))
+    right.set_title("How far from the target, from N(0, σ²)", fontsize=9)
+    right.legend(fontsize=9, loc="lower right", bbox_to_anchor=(1.0, 0.08))
     return figure
