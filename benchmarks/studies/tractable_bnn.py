@@ -9,10 +9,11 @@ group are summed over exactly, which is the paper's K = 2.
 
 As in the paper: batches of 10, Adam at 5e-3, 10 epochs. Not said there, and chosen here: noise of standard
 deviation 1, prior N(0, 1), starting means from N(0, 0.1²), starting scales 0.1, one draw a step. As ten
-epochs leave the guides far from their optimum, there are also 300 epochs with ten draws a step, the learning rate
-falling to 3 % and Adam forgetting the first gradients sooner. ELBOs are per datum, by 20,000 draws; the log
-evidence is by the midpoint rule on a grid, its error by halving the grid. All fits run in one batched loop,
-on the package's own orbit average; one of them is repeated with Pyro's SVI and ``AutoSymmetrizedNormal``.
+epochs leave the guides far from their optimum, there are also 300 epochs with ten draws a step, the learning
+rate falling to 3 % and Adam forgetting the first gradients sooner. ELBOs are per datum, by 20,000 draws; the
+log evidence is by the midpoint rule on a grid, its error by halving the grid. All fits run in one batched
+loop, on the package's own orbit average; one of them is repeated with Pyro's SVI and
+``AutoSymmetrizedNormal``.
 """
 
 from __future__ import annotations
@@ -287,7 +288,8 @@ def findings(results: Results) -> list[str]:
     sentences.append(
         f"The paper's ELBOs can't be compared with ours: L of MFVI is about "
         f"{np.mean(PAPER_ELBO['MFVI']['L']):.3f} there and {first_l:.3f} here after {first}, and the "
-        f"evidence is {evidence.mean():.3f} ({evidence.mean() + 0.5 * math.log(2 * math.pi):.3f} without the constant "
+        f"evidence is {evidence.mean():.3f} "
+        f"({evidence.mean() + 0.5 * math.log(2 * math.pi):.3f} without the constant "
         f"of the normal density). Its gains L^G − L are {min(gains):.3f} to {max(gains):.3f}, and two "
         f"elements can gain at most log 2 / N = {math.log(2) / N:.4f} per datum: its normalisation is "
         "another, and its noise scale and prior are not known."
