@@ -14,9 +14,9 @@ one dimension, that along which the modes lie, is all there is.
 
 Training is that of the paper, Adam at 1e-2, 3000 steps, from N(0, 1), but with 1000 draws a step in place of
 5000. Three things are added. Training by quadrature of the KL, which has no noise, takes 2000 steps and can
-be done at many :math:`\alpha`. A start at N(0, :math:`\sigma^2`), one component itself: there the threshold is
-where that component ceases to have an optimum of its own, a fact of the objective and not of the start. And
-the symmetrised Gaussian: averaged over the group that swaps the components, the reflection
+be done at many :math:`\alpha`. A start at N(0, :math:`\sigma^2`), one component itself: there the threshold
+is where that component ceases to have an optimum of its own, a fact of the objective and not of the start.
+And the symmetrised Gaussian: averaged over the group that swaps the components, the reflection
 :math:`x \mapsto \alpha - x`. All is written in :math:`z = x - \alpha/2`, where that is a flip of the sign.
 """
 
