@@ -118,11 +118,11 @@ def log_evidence(x: Tensor, y: Tensor, cells: int, reach: float = 0.6) -> Tensor
 
 def data(seeds: Sequence[int], alphas: Sequence[float]) -> tuple[Tensor, Tensor]:
     """One data set for each seed and alpha, of 2 N rows, of which the second half is for testing."""
-    x = torch.stack(
-        [torch.empty(2 * N).uniform_(-10, 10, generator=torch.Generator().manual_seed(s)) for s in seeds]
-    )
-    x = x.repeat(len(alphas), 1)
-    return x, torch.tensor(alphas).repeat_interleave(len(seeds)).unsqueeze(-1) * x.abs()
+    randoms = [torch.Generator().manual_seed(seed) for seed in seeds]
+    columns = [torch.empty(2 * N, dtype=torch.double).uniform_(-10, 10, generator=r) for r in randoms]
+    x = torch.stack(columns).repeat(len(alphas), 1)
+    slopes = torch.tensor(alphas, dtype=torch.double).repeat_interleave(len(seeds))
+    return x, slopes.unsqueeze(-1) * x.abs()
 
 
 def starts(seeds: Sequence[int]) -> Tensor:
@@ -370,7 +370,7 @@ def figure(results: Results) -> Figure:
     left, right = figure.subplots(1, 2)
     fits = results["fits"][_last(results)]
     shown = results["pyro"]["fit"]  # alpha = 0.1, the first seed
-    x, y = (part[:, :N].double() for part in data(results["seeds"][:1], [0.1]))
+    x, y = (part[:, :N] for part in data(results["seeds"][:1], [0.1]))
     reach = 0.25
     line = torch.linspace(-reach, reach, 201, dtype=torch.double)
     grid = torch.stack(torch.meshgrid(line, line, indexing="xy"), -1)
