@@ -277,7 +277,8 @@ def _effect(rows: list[dict[str, Any]], name: Callable[[dict[str, Any]], str]) -
     if beyond:
         texts.append(f"it differs by more than {EQUAL_WITHIN:g} standard errors at {', '.join(beyond)}")
     if within:
-        texts.append(f"it is zero within the error at {', '.join(within)}")
+        where = ", ".join(within) if len(within) < 4 else f"{len(within)} of the {len(rows)} rows"
+        texts.append(f"it is zero within the error at {where}")
     return "; ".join(texts)
 
 
