@@ -211,11 +211,9 @@ def findings(results: Results) -> list[str]:
         for sigma, paper in PAPER.items():
             values = found[str(sigma)][f"draws, {start}"] + found[str(sigma)][f"quadrature, {start}"]
             known = [value for value in values if value is not None]
-            texts.append(
-                f"{np.mean(known):.2f} at σ = {sigma:g} (paper: {paper:g})"
-                if known
-                else f"none at σ = {sigma:g}"
-            )
+            few = "" if len(known) == len(values) else " or more"
+            reached = f"{np.mean(known):.2f}{few}" if known else "none"
+            texts.append(f"{reached} at σ = {sigma:g} (paper: {paper:g})")
             if len(known) < len(values) or max(abs(value / paper - 1) for value in known) > 0.15:
                 off.append(f"σ = {sigma:g}")
         verdict = (
@@ -263,7 +261,8 @@ def tables(results: Results) -> list[Table]:
     ways = [f"{how}, {start}" for start in STARTS for how in ("draws", "quadrature")]
     rows = []
     for sigma, paper in PAPER.items():
-        cells = [_spread(found[str(sigma)][way]) for way in (*ways, "equal KL")]
+        last = sigma * results["alpha_over_sigma"]["monte carlo"][-1]
+        cells = [_spread(found[str(sigma)][way], last) for way in (*ways, "equal KL")]
         rows.append([f"{sigma:g}", f"{paper:g}", *cells])
     seeds = len(results["seeds"])
     caption = (
@@ -276,7 +275,10 @@ def tables(results: Results) -> list[Table]:
     shown = [i for i, unit in enumerate(units) if unit in (1.0, 2.0, 3.0, 4.0, 4.5, 5.0, 5.5, 6.0, 8.0)]
     plain, averaged = (results[key]["N(0, σ²)"]["1.0"] for key in ("quadrature", "symmetrised"))
     kl_rows = [
-        [f"{units[i]:g}", *(f"{one[key][i]:.4f}" for one in (plain, averaged) for key in ("ratio", "kl"))]
+        [
+            f"{units[i]:g}",
+            *(f"{round(one[key][i], 4) + 0.0:.4f}" for one in (plain, averaged) for key in ("ratio", "kl")),
+        ]
         for i in shown
     ]
     header = ["α / σ", "μ/α, plain", "KL, plain", "μ/α, symmetrised", "KL, symmetrised"]
@@ -287,10 +289,10 @@ def tables(results: Results) -> list[Table]:
     return [thresholds_table, Table(caption, header, kl_rows)]
 
 
-def _spread(values: Sequence[float | None]) -> str:
+def _spread(values: Sequence[float | None], last: float) -> str:
     known = [value for value in values if value is not None]
     if len(known) < len(values):
-        return "none"
+        return f"above {last:g}"
     middle, half = (max(known) + min(known)) / 2, (max(known) - min(known)) / 2
     return f"{middle:.2f}" + (f" ± {half:.2f}" if len(known) > 1 else "")
 
