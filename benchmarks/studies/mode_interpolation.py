@@ -322,7 +322,7 @@ def figure(results: Results) -> Figure:
     left.legend(fontsize=9, loc="lower left")
     for name, curve, style in (
         ("plain", results["quadrature"]["N(0, σ²)"]["1.0"], {"color": "#D55E00"}),
-        ("plain, between the modes", results["quadrature"]["midpoint"]["1.0"], {"color": "0.55", "ls": "--"}),
+        ("plain, between", results["quadrature"]["midpoint"]["1.0"], {"color": "0.55", "ls": "--"}),
         ("symmetrised", results["symmetrised"]["N(0, σ²)"]["1.0"], {"color": "#0072B2"}),
     ):
         right.plot(units["quadrature"], curve["kl"], label=name, **style)
@@ -330,5 +330,5 @@ def figure(results: Results) -> Figure:
     right.text(0.5, math.log(2) + 0.015, "log 2", fontsize=9)
     right.set(xlabel="distance of the modes α / σ", ylabel="KL(q | p) in nats", ylim=(-0.03, 1.0))
     right.set_title("How far from the target, from N(0, σ²)", fontsize=9)
-    right.legend(fontsize=9, loc="lower right", bbox_to_anchor=(1.0, 0.08))
+    right.legend(fontsize=9, loc="upper left", bbox_to_anchor=(0.0, 0.7))
     return figure
