@@ -72,7 +72,7 @@ _Mode = Literal["eager", "trace", "compile"]
 class Gradient:
     r"""Potential energy and gradient of :math:`C` chains at once, each on its own minibatch.
 
-    It is :meth:`Potential.value_and_grad <pyro_sym.infer.potential.Potential.value_and_grad>` for rows of
+    It is :meth:`Potential.value_and_grad <pyro_sym.Potential.value_and_grad>` for rows of
     positions,
 
     .. math::
