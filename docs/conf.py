@@ -12,7 +12,10 @@ import pyro_sym
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-sys.path[:0] = [str(DOCS / "_ext"), str(ROOT)]  # the extensions below, and the benchmarks, whose results are shown
+sys.path[:0] = [
+    str(DOCS / "_ext"),
+    str(ROOT),
+]  # the extensions below, and the benchmarks, whose results are shown
 
 project = "pyro_sym"
 author = "the pyro_sym authors"
@@ -73,7 +76,9 @@ nb_merge_streams = True
 nb_output_stderr = "warn"  # a cell that means to warn says so: # %% mystnb={"output_stderr": "show"}
 size = os.environ.setdefault("PYRO_SYM_TUTORIALS", "small")
 sources = b"".join(path.read_bytes() for path in sorted(Path(pyro_sym.__file__).parent.rglob("*.py")))
-nb_execution_cache_path = str(ROOT / "build" / "tutorials" / f"{size}-{hashlib.sha256(sources).hexdigest()[:12]}")
+nb_execution_cache_path = str(
+    ROOT / "build" / "tutorials" / f"{size}-{hashlib.sha256(sources).hexdigest()[:12]}"
+)
 
 html_theme = "pydata_sphinx_theme"
 html_title = "pyro_sym"

@@ -48,7 +48,9 @@ def dead(folder: Path) -> list[tuple[str, str]]:
     Returns:
         Pairs of a page's name and a reference.
     """
-    pages = {path.resolve(): Page(path) for path in sorted(folder.rglob("*.html")) if "_static" not in path.parts}
+    pages = {
+        path.resolve(): Page(path) for path in sorted(folder.rglob("*.html")) if "_static" not in path.parts
+    }
     found = []
     for path, page in pages.items():
         for reference in page.references:
