@@ -90,7 +90,7 @@ def bench_store(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
-    """Build the documentation in build/docs, tutorials run at a small size; with ``-- --full``, at full size."""
+    """Build the documentation in build/docs, tutorials run at a small size; ``-- --full`` at full size."""
     install(session, "docs", extras="[quickstart,store]")
     size = "full" if "--full" in session.posargs else "small"
     data = os.environ.get("PYRO_SYM_DATA", "../shared/data")

@@ -41,7 +41,7 @@ exclude_patterns = ["conf.py", "_ext", "_figures", "_templates"]
 templates_path = ["_templates"]
 nitpicky = True
 
-# Types of other packages are shown by name and not linked: no inventory is fetched, so that a build needs no network.
+# Types of other packages are shown by name and not linked: a build fetches no inventory and needs no network.
 nitpick_ignore_regex = [
     (r"py:.*", r"(abc|arviz|collections|matplotlib|numpy|os|pandas|pd|pyro|torch|warnings|xarray)\..*"),
     (r"py:class", r"Axes|ELBO|Parameter|Tensor"),  # the same, imported by name for type checkers

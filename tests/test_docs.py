@@ -1,4 +1,4 @@
-"""What the pages show runs as it stands, their Python blocks in order; and their links to files lead somewhere."""
+"""What pages show runs as it stands, their Python blocks in order; their links to files lead somewhere."""
 
 from __future__ import annotations
 

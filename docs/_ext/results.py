@@ -41,7 +41,7 @@ def study_page(name: str) -> str:
         *(table.markdown() for table in study.tables(results)),
         "## Make it again",
         f"{provenance(kept)} The raw numbers of every seed are in `benchmarks/results/studies/{name}.json`; "
-        f"`python -m benchmarks.studies {name}` computes them anew, and with `--smoke` shows in a minute that it runs.",
+        f"`python -m benchmarks.studies {name}` computes them anew, or with `--smoke` shows that it runs.",
     ]
     return "\n\n".join(parts) + "\n"
 

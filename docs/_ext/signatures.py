@@ -1,4 +1,4 @@
-"""API pages speak of what a reader can import: aliases of types are spelled out, private bases passed over."""
+"""API pages speak of what a reader can import: aliases of types spelled out, private bases passed over."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def public_bases(app: Sphinx, name: str, obj: type, options: Any, bases: list[An
 
 
 def own_members(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-    """Leave out what other packages define, and the fields of named tuples, which the list of attributes has."""
+    """Leave out what other packages define, and fields of named tuples: the list of attributes has them."""
     foreign = not (getattr(obj, "__module__", None) or "pyro_sym").startswith("pyro_sym")
     field = (getattr(obj, "__doc__", None) or "").startswith("Alias for field number")
     return True if foreign or field else None

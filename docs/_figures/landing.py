@@ -1,7 +1,9 @@
-"""The picture of the landing page: ``python docs/_figures/landing.py``, half a minute; prints the caption's numbers.
+"""The picture of the landing page: ``python docs/_figures/landing.py``, a minute.
 
-Petal lengths of 150 irises as a mixture of three normals: their means and one scale unknown, weights equal. Four
-parameters, so that the evidence is had by quadrature.
+It prints the numbers of the caption.
+
+Petal lengths of 150 irises as a mixture of three normals: their means and one scale unknown, weights equal.
+Four parameters, so that the evidence is had by quadrature.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def fit(guide: Any, x: Tensor, steps: int = 600) -> tuple[float, float]:
 
 
 def log_evidence(x: Tensor, draws: dict[str, Tensor]) -> float:
-    """By Gauss-Legendre quadrature around one copy of the mode, times 3! for its copies, which lie far apart."""
+    """By Gauss-Legendre quadrature around one copy of the mode, times 3! for copies that lie far apart."""
     coordinates = torch.cat(
         [draws["locs"].reshape(-1, K), draws["scale"].reshape(-1, 1).log()], dim=1
     ).double()
@@ -80,7 +82,7 @@ def canvas(ink: str) -> tuple[Figure, Any]:
     figure = Figure(figsize=(4.2, 3.2), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
-    for item in (*axes.spines.values(),):
+    for item in axes.spines.values():
         item.set_color(ink)
     axes.tick_params(colors=ink, labelsize=10)
     figure.patch.set_alpha(0)
@@ -120,9 +122,7 @@ def bounds(plain: float, symmetrised: float, evidence: float) -> None:
     """The two ELBOs below the log evidence."""
     for background, ink in INK.items():
         figure, axes = canvas(ink)
-        for y, (label, value, colour) in enumerate(
-            [("averaged", symmetrised, COLOURS[2]), ("plain", plain, COLOURS[1])]
-        ):
+        for y, (value, colour) in enumerate([(symmetrised, COLOURS[2]), (plain, COLOURS[1])]):
             axes.barh(y, evidence - value, left=value - evidence, height=0.5, color=colour, alpha=0.35)
             axes.plot([value - evidence] * 2, [y - 0.25, y + 0.25], color=colour, linewidth=3)
             axes.text(
