@@ -74,6 +74,8 @@ nb_execution_show_tb = True
 nb_execution_in_temp = True
 nb_merge_streams = True
 nb_output_stderr = "warn"  # a cell that means to warn says so: # %% mystnb={"output_stderr": "show"}
+# Two notices that are no business of a reader: of progress bars, and of the next ArviZ.
+os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found,ignore::FutureWarning:arviz"
 size = os.environ.setdefault("PYRO_SYM_TUTORIALS", "small")
 sources = b"".join(path.read_bytes() for path in sorted(Path(pyro_sym.__file__).parent.rglob("*.py")))
 nb_execution_cache_path = str(
