@@ -59,6 +59,7 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 add_module_names = False
+toc_object_entries_show_parents = "hide"
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "amsmath", "attrs_inline"]
 myst_heading_anchors = 3
