@@ -133,9 +133,8 @@ def bounds(plain: float, symmetrised: float, evidence: float) -> None:
         for y, (value, colour) in enumerate([(symmetrised, COLOURS[2]), (plain, COLOURS[1])]):
             axes.barh(y, evidence - value, left=value - evidence, height=0.5, color=colour, alpha=0.35)
             axes.plot([value - evidence] * 2, [y - 0.25, y + 0.25], color=colour, linewidth=3)
-            axes.text(
-                (value - evidence) / 2, y + 0.32, f"{evidence - value:.2f} nats short", ha="center", color=ink
-            )
+            short = f"{evidence - value:.2f} nats short "
+            axes.text(0, y + 0.32, short, ha="right", color=ink)
         axes.axvline(0, color=ink, linewidth=1.5)
         axes.set_yticks([0, 1], ["averaged\nover 3!", "plain\nguide"], fontsize=11)
         axes.set_ylim(-0.5, 1.65)
