@@ -72,7 +72,7 @@ _Mode = Literal["eager", "trace", "compile"]
 class Gradient:
     r"""Potential energy and gradient of :math:`C` chains at once, each on its own minibatch.
 
-    It is :meth:`Potential.value_and_grad <pyro_sym.infer.potential.Potential.value_and_grad>` for rows of
+    It is :meth:`Potential.value_and_grad <pyro_sym.Potential.value_and_grad>` for rows of
     positions,
 
     .. math::
@@ -132,7 +132,7 @@ class Gradient:
             The energies, of shape ``(C,)``, and the gradients, of shape ``(C, d)``; both detached.
 
         Raises:
-            UntraceableError: if ``jit`` is ``"trace"`` and the model can't be traced.
+            pyro_sym.infer.graph.UntraceableError: if ``jit`` is ``"trace"`` and the model can't be traced.
         """
         if self.mode == "eager":
             return self.eager(position, minibatch)
@@ -191,7 +191,7 @@ class Gradient:
             within ``minibatch.args``, and returns energies and gradients.
 
         Raises:
-            UntraceableError: if the model can't be traced.
+            pyro_sym.infer.graph.UntraceableError: if the model can't be traced.
         """
         inputs = _Inputs.of(minibatch)
 
