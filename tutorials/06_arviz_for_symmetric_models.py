@@ -219,8 +219,9 @@ print(f"the functions differ by {apart:.0e} at most between the two groups\n")
 table = az.summary(by_group[0], round_to="none")[["mean", "sd", "ess_bulk", "r_hat"]].astype(float)
 print(table.round(3).to_string())
 weights = ps.dataset(idata, "posterior_aligned")["weights"]
-of_means = float(weights.mean(("chain", "draw")).max())
-another = float((weights.argmax("component") != weights.mean(("chain", "draw")).argmax()).mean())
+mean_weights = weights.mean(("chain", "draw"))
+of_means = float(mean_weights.max())
+another = float((weights.argmax("component") != mean_weights.argmax("component")).mean())
 print(f"\nlargest of the mean weights, aligned: {of_means:.3f}")
 print(f"in {another:.0%} of the draws another component is the largest")
 
