@@ -46,7 +46,7 @@ import pyro_sym as ps
 from pyro_sym import diagnostics
 
 SMALL = os.environ.get("PYRO_SYM_TUTORIALS", "full") == "small"  # a smoke run
-STEPS, DRAWS, THINNING = (200, 150, 10) if SMALL else (800, 500, 20)
+STEPS, DRAWS, THINNING = (200, 100, 10) if SMALL else (800, 500, 20)
 CHAINS = 4
 
 pyro.set_rng_seed(0)
@@ -331,13 +331,14 @@ for column, feature in enumerate(features):
     panel.stairs(middle, edges, color="#0072B2", label="replicated, median")
     panel.stairs(np.histogram(observed[:, column], edges)[0], edges, color="k", label="data")
     panel.set(xlabel=f"{feature} (standardised)", ylabel="bottles")
-panels[0].legend(fontsize=8)
+panels[1].legend(fontsize=8)
 for K, colour in ((2, "#E69F00"), (3, "#0072B2")):
     label = f"replicated, K = {K}"
     panels[2].hist(correlation(replicated[K]), 30, density=True, histtype="step", color=colour, label=label)
 panels[2].axvline(correlation(observed), color="k", label="data")
 panels[2].set(xlabel="correlation of flavanoids and proline", ylabel="density")
-panels[2].legend(fontsize=8)
+panels[2].set_ylim(top=1.3 * panels[2].get_ylim()[1])
+panels[2].legend(fontsize=8, loc="upper left")
 figure.savefig(OUT / "predictive.png", dpi=150)
 
 # %% [markdown]
