@@ -10,8 +10,8 @@
 #
 # 1. runs `torch.optim.SGD` and a sampler at temperature 0, and compares their paths;
 # 2. turns the temperature up to 1, and gets the posterior;
-# 3. gets a wrong posterior from minibatches, as hot as predicted, reads that off the temperatures where R-hat
-#    sees nothing, and mends it in two ways;
+# 3. gets a wrong posterior from minibatches, reads that off the temperatures where R-hat sees nothing, says
+#    where the heat comes from, and mends it in two ways;
 # 4. takes a step that is too large, and sees it;
 # 5. uses a `DataLoader`, a deep ensemble and a cyclical schedule;
 # 6. checks its own claims.
