@@ -314,7 +314,9 @@ right.plot(
     [width(runs[name]) for name in names], np.arange(len(names)), "s", mfc="none", label="width / exact width"
 )
 right.axvline(1.0, color="0.5", linewidth=0.8)
-right.set(yticks=np.arange(len(names)), yticklabels=names)
+right.set(
+    xlabel="kinetic temperature, and width: both should be 1", yticks=np.arange(len(names)), yticklabels=names
+)
 right.invert_yaxis()
 right.legend(fontsize=8)
 figure.savefig(OUT / "temperatures.png", dpi=150)
