@@ -46,7 +46,7 @@ import pyro_sym as ps
 from pyro_sym import diagnostics
 
 SMALL = os.environ.get("PYRO_SYM_TUTORIALS", "full") == "small"  # a smoke run
-STEPS, DRAWS, THINNING = (200, 100, 10) if SMALL else (800, 500, 20)
+STEPS, DRAWS, THINNING = (200, 100, 10) if SMALL else (400, 250, 15)
 CHAINS = 4
 
 pyro.set_rng_seed(0)
