@@ -41,7 +41,7 @@ import pyro_sym as ps
 
 SMALL = os.environ.get("PYRO_SYM_TUTORIALS", "full") == "small"  # a smoke run
 STEPS, DRAWS, FEWER, THINNING, PARTICLES, MOST = (
-    (200, 120, 60, 10, 60, 4) if SMALL else (800, 400, 200, 20, 300, 5)
+    (300, 100, 40, 10, 40, 4) if SMALL else (800, 400, 200, 20, 300, 5)
 )
 CHAINS = 4
 

@@ -50,7 +50,8 @@ OUT.mkdir(exist_ok=True)
 # %% [markdown]
 # ## The series
 # 256 values of a process with three states: *calm* and *wild* have the same mean and differ in scale, *calm*
-# and *shifted* have the same scale and differ in the mean.
+# and *shifted* have the same scale and differ in the mean. The process mostly goes round: calm, wild,
+# shifted, and back to calm.
 
 # %%
 STATES = ["calm", "wild", "shifted"]
@@ -58,7 +59,7 @@ K, T = len(STATES), 256
 truth = {
     "locs": torch.tensor([0.0, 0.0, 3.0]),
     "scales": torch.tensor([0.5, 1.5, 0.5]),
-    "trans": torch.tensor([[0.90, 0.08, 0.02], [0.04, 0.90, 0.06], [0.14, 0.02, 0.84]]),
+    "trans": torch.tensor([[0.90, 0.08, 0.02], [0.02, 0.78, 0.20], [0.48, 0.02, 0.50]]),
 }
 path = [0]
 while len(path) < T:
@@ -230,12 +231,18 @@ hits, parameters = (sum(int(count(covered[name])) for name in truth) for count i
 print(f"{hits} of {parameters} parameters are covered")
 
 # %%
-figure, panels = plt.subplots(1, 3, figsize=(10, 3.6), layout="constrained")
 matrices = {
     "truth": truth["trans"],
     "posterior mean, raw": draws["trans"].mean((0, 1)),
     "posterior mean, aligned": alignment.samples["trans"].mean((0, 1)),
 }
+error, raw_error = (
+    float((matrices[f"posterior mean, {which}"] - truth["trans"]).abs().mean())
+    for which in ("aligned", "raw")
+)
+print(f"mean absolute error of the transition matrix: raw {raw_error:.3f}, aligned {error:.3f}")
+
+figure, panels = plt.subplots(1, 3, figsize=(10, 3.6), layout="constrained")
 for panel, (title, matrix) in zip(panels, matrices.items(), strict=True):
     names = ["0", "1", "2"] if "raw" in title else STATES
     image = panel.imshow(matrix, vmin=0, vmax=1, cmap="viridis")
@@ -316,10 +323,6 @@ figure.savefig(OUT / "labels.png", dpi=150)
 
 # %%
 by_means, by_scales = (labellings[f"order of {name}"] for name in ("means", "scales"))
-error, raw_error = (
-    float((samples["trans"].mean((0, 1)) - truth["trans"]).abs().max())
-    for samples in (alignment.samples, draws)
-)
 assert abs(ours - pyros) < 1e-9, "the likelihood is that of Pyro's DiscreteHMM"
 assert repr(symmetry) == repr(ps.Permutation({"trans": (-2, -1), "locs": -1, "scales": -1}))
 assert refused, "the rows of the transition matrix alone are no symmetry"
@@ -327,13 +330,13 @@ assert gain.method == "exact", "the average is over all six relabellings"
 assert abs(gain.estimate - gain.log_order) < 1e-3, "states that lie apart: the gain is all of log 3!"
 for name in truth:
     assert r_hats[name][0] > 1.2, f"raw {name}: the chains disagree about the labels"
-    assert r_hats[name][1] < (1.15 if SMALL else 1.05), f"aligned {name}: they agree about everything else"
+    assert r_hats[name][1] < (1.3 if SMALL else 1.1), f"aligned {name}: they agree about everything else"
 assert torch.allclose(*(torch.tensor(data["change"].values) for data in (raw, aligned))), (
     "no label, no change"
 )
 assert in_doubt(alignment) < 0.01, "all labels are sure"
 assert hits >= parameters - 3, "the intervals of the aligned draws cover the truth"
-assert error < 0.2 and error < 0.6 * raw_error, "aligned means are near the truth, raw ones are not"
+assert error < 0.1 and error < 0.8 * raw_error, "aligned means are nearer the truth than raw ones"
 for ordered, site, what in ((by_means, "scales", "means"), (by_scales, "locs", "scales")):
     assert in_doubt(ordered) > 0.05, f"the order of {what} leaves labels in doubt"
     assert agreement(ordered) < 0.95, f"and it gives other labels for many draws, by {what}"
