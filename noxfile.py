@@ -88,6 +88,16 @@ def studies(session: nox.Session) -> None:
     session.run("python", "-W", "ignore", "-m", "benchmarks.studies", *session.posargs)
 
 
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Build the documentation in build/docs, tutorials run at a small size; ``-- --full`` at full size."""
+    install(session, "docs", extras="[quickstart,store]")
+    size = "full" if "--full" in session.posargs else "small"
+    data = os.environ.get("PYRO_SYM_DATA", "../shared/data")
+    env = {"PYRO_SYM_TUTORIALS": size, "PYRO_SYM_DATA": str(Path(data).resolve()), "OMP_NUM_THREADS": "1"}
+    session.run("sphinx-build", "-W", "-n", "--keep-going", "docs", "build/docs", env=env)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, docstrings and format with ruff; with ``-- --fix``, mend what can be mended."""

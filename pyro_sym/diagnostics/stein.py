@@ -84,8 +84,8 @@ def kernel_stein_discrepancy(
         = \mathbb E \left[ (s - s_r)(x)^\top (s - s_r)(y)\, k(x, y) \right], \qquad
         k(x, y) = \left( c^2 + \lVert x - y \rVert^2 \right)^\beta,
 
-    with the Stein kernel :math:`k_p` of :func:`stein_kernel`. It is zero for :math:`r = p` only, and with
-    this kernel it does not vanish while draws escape to infinity.
+    with the Stein kernel :math:`k_p` of :func:`~pyro_sym.diagnostics.stein.stein_kernel`. It is zero for
+    :math:`r = p` only, and with this kernel it does not vanish while draws escape to infinity.
 
     **What it sees**: a wrong temperature, step sizes that are too large, the noise of minibatches, chains
     that have not arrived. All these are of the shape of the law *near the draws*.

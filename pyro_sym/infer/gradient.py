@@ -23,12 +23,12 @@ from pyro_sym.infer.algebra import fewer_passes
 from pyro_sym.infer.graph import (
     Function,
     UntraceableError,
-    changes_tensors,
     for_vmap,
     refuse_side_effects,
     simplify,
     straight_line,
     trace,
+    without_writes,
 )
 from pyro_sym.infer.minibatch import Minibatch, draw_indices
 from pyro_sym.infer.potential import Potential
@@ -72,7 +72,7 @@ _Mode = Literal["eager", "trace", "compile"]
 class Gradient:
     r"""Potential energy and gradient of :math:`C` chains at once, each on its own minibatch.
 
-    It is :meth:`Potential.value_and_grad <pyro_sym.infer.potential.Potential.value_and_grad>` for rows of
+    It is :meth:`Potential.value_and_grad <pyro_sym.Potential.value_and_grad>` for rows of
     positions,
 
     .. math::
@@ -132,7 +132,7 @@ class Gradient:
             The energies, of shape ``(C,)``, and the gradients, of shape ``(C, d)``; both detached.
 
         Raises:
-            UntraceableError: if ``jit`` is ``"trace"`` and the model can't be traced.
+            pyro_sym.infer.graph.UntraceableError: if ``jit`` is ``"trace"`` and the model can't be traced.
         """
         if self.mode == "eager":
             return self.eager(position, minibatch)
@@ -191,7 +191,7 @@ class Gradient:
             within ``minibatch.args``, and returns energies and gradients.
 
         Raises:
-            UntraceableError: if the model can't be traced.
+            pyro_sym.infer.graph.UntraceableError: if the model can't be traced.
         """
         inputs = _Inputs.of(minibatch)
 
@@ -206,6 +206,7 @@ class Gradient:
         with unvalidated(), plain, torch.random.fork_rng(devices=[]):
             single = trace(one_chain, [position[0], *rows])
         refuse_side_effects(single)
+        single = without_writes(single, [position[0], *rows])  # vmap does many of them chain by chain
         in_dims = (0, *[0 if own else None for own in per_chain])
         if len(position) == 1:
 
@@ -217,10 +218,7 @@ class Gradient:
             chains = torch.func.vmap(for_vmap(single), in_dims=in_dims)
         everything = [position, *inputs.tensors]
         with torch.no_grad():
-            graph = trace(chains, everything)
-            if changes_tensors(graph):  # simplification is for operations that don't
-                graph = trace(torch.func.functionalize(chains, remove="mutations"), everything)
-        return simplify(graph, everything)
+            return simplify(without_writes(trace(chains, everything), everything), everything)
 
     def _prepare(self, key: Any, position: Tensor, minibatch: Minibatch) -> None:
         """Make the function for inputs of these shapes, or fall back."""

@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 __all__ = [
     "Simplifier",
     "UntraceableError",
-    "changes_tensors",
     "drop_unused",
     "for_vmap",
     "refuse_side_effects",
     "simplify",
     "straight_line",
     "trace",
+    "without_writes",
 ]
 
 aten = torch.ops.aten
@@ -148,9 +148,11 @@ def drop_unused(graph: fx.Graph) -> None:
     graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure() or node.target in _CHECKS)
 
 
-def changes_tensors(graph: fx.GraphModule) -> bool:
-    """Whether an operation of the graph writes into a tensor."""
-    return any(isinstance(n.target, OpOverload) and n.target._schema.is_mutable for n in graph.graph.nodes)
+def without_writes(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """The same in operations that write into no tensor; it must be free of side effects."""
+    if any(isinstance(n.target, OpOverload) and n.target._schema.is_mutable for n in graph.graph.nodes):
+        return trace(torch.func.functionalize(graph, remove="mutations"), inputs)
+    return graph
 
 
 def for_vmap(graph: fx.GraphModule) -> fx.GraphModule:

@@ -25,12 +25,12 @@ from pyro_sym.infer.gradient import relative_error, tolerance, unvalidated
 from pyro_sym.infer.graph import (
     Function,
     UntraceableError,
-    changes_tensors,
     drop_unused,
     refuse_side_effects,
     simplify,
     straight_line,
     trace,
+    without_writes,
 )
 
 __all__ = ["Call", "Recording", "Statement"]
@@ -231,9 +231,7 @@ def _graph(
     refuse_side_effects(graph, random=True)
     inputs = [*parameters, *given]
     with torch.no_grad():
-        if changes_tensors(graph):  # simplification is for operations that don't
-            graph = trace(torch.func.functionalize(graph, remove="mutations"), inputs)
-        graph = simplify(graph, inputs)
+        graph = simplify(without_writes(graph, inputs), inputs)
     return graph, parameters, trained
 
 

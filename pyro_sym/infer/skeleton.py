@@ -37,7 +37,7 @@ Factor = float | Tensor
 
 
 class Options(TypedDict, total=False):
-    """What all kernels take besides their dynamics' own numbers; see :class:`StochasticGradientKernel`."""
+    """What all kernels take besides their own numbers; see :class:`~pyro_sym.StochasticGradientKernel`."""
 
     temperature: Schedule
     thinning: int
@@ -62,7 +62,7 @@ class _Run:
 
 
 class StochasticGradientKernel(MCMCKernel):
-    r"""What all stochastic-gradient kernels share; a kernel adds its dynamics by implementing :meth:`move`.
+    r"""What all stochastic-gradient kernels share; a kernel adds its dynamics by implementing ``move``.
 
     The potential energy :math:`U` is the full negative log joint in unconstrained space
     (:class:`~pyro_sym.infer.potential.Potential`), the target

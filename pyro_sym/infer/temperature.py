@@ -9,9 +9,9 @@ At stationarity, per site with :math:`d` unconstrained values,
 
 both have the mean :math:`T`, the first since momenta are :math:`N(0, T M)`, the second by partial
 integration. What they can see differs. :math:`T_{\mathrm{kin}}` follows :math:`T \chi^2_d / d` in each draw,
-so one draw far outside of :func:`kinetic_band` is a finding; it reacts to the noise of minibatches, and with
-symplectic Euler to the step size too, while with BAOA on a Gaussian it is blind to the step size, as the
-positions then are exact. :math:`T_{\mathrm{conf}}` speaks of the positions: it reacts to a step size too
+so one draw far outside of :func:`~pyro_sym.kinetic_band` is a finding; it reacts to the noise of minibatches,
+and with symplectic Euler to the step size too, while with BAOA on a Gaussian it is blind to the step size, as
+the positions then are exact. :math:`T_{\mathrm{conf}}` speaks of the positions: it reacts to a step size too
 large, to minibatch noise, and to chains that have not arrived yet; but its spread is that of the positions
 around zero, not of :math:`\chi^2`, so look at its mean over draws. Neither sees a mode that no chain has
 found.

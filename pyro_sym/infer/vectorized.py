@@ -285,8 +285,7 @@ class VectorizedMCMC:
         Returns:
             As ``pyro.infer.MCMC.diagnostics()`` has it: ``{site: {"n_eff": …, "r_hat": …}}``, with
             ``"sample_stats"`` and ``"divergences"`` by ``"chain 0"``, ``"chain 1"``, …; the statistics are
-            those of the kernel's
-            :meth:`~pyro_sym.infer.skeleton.StochasticGradientKernel.diagnostics`.
+            those of the kernel's :meth:`~pyro_sym.StochasticGradientKernel.diagnostics`.
         """
         report: dict[str, Any] = diagnostics(self._drawn().samples())
         chains = self._diagnostics

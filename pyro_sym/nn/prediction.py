@@ -50,7 +50,7 @@ class Prediction:
 
     @property
     def probs(self) -> Tensor:
-        """Probabilities: ``(rows, classes)`` of classes, ``(rows, *more)`` of ones under Bernoulli.
+        """Probabilities, ``(rows, classes)`` of classes, ``(rows, *more)`` of ones under Bernoulli.
 
         Raises:
             ValueError: if the likelihood has none.
@@ -68,7 +68,7 @@ class Prediction:
 
     @property
     def entropy(self) -> Uncertainty:
-        r"""Entropies of each entry in nats: epistemic is the mutual information of target and parameters.
+        r"""Entropies of each entry in nats; epistemic is the mutual information of target and parameters.
 
         .. math::
 

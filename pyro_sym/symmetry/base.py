@@ -36,7 +36,7 @@ class Symmetry(ABC):
     **Sizes** are read from the values: methods that need the size of the group take ``values`` and look only
     at shapes, dtypes being free.
 
-    To write a symmetry of your own, implement :meth:`_act` and the abstract methods; the public :meth:`act`
+    To write a symmetry of your own, implement ``_act`` and the abstract methods; the public :meth:`act`
     checks sites and sizes first.
 
     Attributes:

@@ -23,7 +23,7 @@ class FlatGroup(Viewed):
 
     Args:
         members: they name axes of the viewed sites.
-        shapes: as for :class:`Viewed`.
+        shapes: as for :class:`~pyro_sym.Viewed`.
     """
 
     symmetry: Product

@@ -348,3 +348,18 @@ def test_attention_is_traced_for_many_chains() -> None:
         results = gradient(position, Minibatch({}))
         torch.testing.assert_close(results, gradient.eager(position, Minibatch({})))
     assert gradient.mode == "trace"
+
+
+@pytest.mark.parametrize("model", [mixture_model, constrained_model, hmm_model], ids=lambda m: m.__name__)
+def test_a_simplex_is_no_reason_to_go_chain_by_chain(
+    model: Callable[[], Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Stick-breaking writes into a tensor in its backward pass, for which ``vmap`` would loop over chains."""
+    potential = Potential(model)
+    gradient = Gradient(potential)
+    lengths = {
+        len(gradient.graph(torch.randn(chains, potential.size), minibatch_of(potential, chains)).graph.nodes)
+        for chains in (3, 12)
+    }
+    assert len(lengths) == 1, "a graph that grows with the number of chains takes them one by one"
+    assert "BatchedFallback" not in capfd.readouterr().err
