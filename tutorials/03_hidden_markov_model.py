@@ -38,7 +38,7 @@ from torch import Tensor
 import pyro_sym as ps
 
 SMALL = os.environ.get("PYRO_SYM_TUTORIALS", "full") == "small"  # a smoke run
-STEPS, DRAWS, THINNING, PARTICLES = (300, 160, 10, 200) if SMALL else (1000, 500, 20, 1000)
+STEPS, DRAWS, THINNING, PARTICLES = (300, 160, 10, 200) if SMALL else (800, 400, 16, 1000)
 CHAINS = 4
 
 pyro.set_rng_seed(1)
