@@ -268,7 +268,8 @@ for K in sorted(table):
 # Read it from left to right. The gain is log K! as long as the guide's components are distinct, and less
 # than that where some overlap. Plain ELBOs understate what a further component brings by the difference of
 # two gains, more than a nat from three to four. An estimate of the evidence is as good as its proposal.
-# In the mean it lies above the symmetrised ELBO, and the gap between them is part of what a mean-field guide loses.
+# In the mean it lies above the symmetrised ELBO, and the gap between them is part of what a mean-field guide
+# loses.
 #
 # Evidence and cross-validation need not choose alike. The evidence charges for every parameter by its prior;
 # cross-validation asks how well the next flower is predicted, and components too many cost it less. The last
