@@ -34,6 +34,7 @@ from pyro.infer.autoguide import AutoNormal
 from pyro.infer.autoguide.initialization import init_to_value
 from pyro.optim import ClippedAdam
 from torch import Tensor
+from xarray import Dataset
 
 import pyro_sym as ps
 
@@ -194,7 +195,7 @@ dims = {"trans": ["state", "to"], "occupancy": ["state"], "duration": ["state"]}
 alignment = ps.align(draws, symmetry, group_by_chain=True, reference=truth)
 
 
-def exported(samples: dict[str, Tensor], names: list[str]) -> object:
+def exported(samples: dict[str, Tensor], names: list[str]) -> Dataset:
     coords = {"state": names, "to": names}
     idata = ps.from_pyro(samples, model=model, args=(y,), functions=functions, dims=dims, coords=coords)
     return ps.dataset(idata, "posterior")
