@@ -175,6 +175,8 @@ def refuse_side_effects(graph: fx.GraphModule, *, random: bool = False) -> None:
     """Raise where a graph changes a tensor that outlives the call, or draws random numbers, unless it may."""
     fresh: set[fx.Node] = set()
     for node in graph.graph.nodes:
+        if node.target is operator.getitem and node.args[0] in fresh:
+            fresh.add(node)
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
         if _is_random(node.target) and not random:

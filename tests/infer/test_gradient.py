@@ -74,6 +74,14 @@ def hmm_model() -> None:
         pyro.sample(f"y{t}", dist.Normal(locs[x], 1.0), obs=DATA[t, 0])
 
 
+def parallel_hmm_model() -> None:
+    """Its likelihood clamps a maximum, the first of two results, in place."""
+    transition = pyro.sample("transition", dist.Dirichlet(torch.ones(2, 2)).to_event(1))
+    locs = pyro.sample("locs", dist.Normal(torch.tensor([-1.0, 1.0]), 1.0).to_event(1))
+    hmm = dist.DiscreteHMM(torch.zeros(2), transition.log(), dist.Normal(locs, 1.0), duration=ROWS)
+    pyro.sample("y", hmm, obs=DATA[:, 0])
+
+
 def constrained_model() -> None:
     scale = pyro.sample("scale", dist.HalfCauchy(torch.ones(2)).to_event(1))
     weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
@@ -112,6 +120,7 @@ MODELS: list[Callable[[], Any]] = [
     masked_and_scaled_model,
     mixture_model,
     hmm_model,
+    parallel_hmm_model,
     constrained_model,
     Net,
     param_model,
