@@ -52,7 +52,8 @@ OUT.mkdir(exist_ok=True)
 # ## The series
 # 256 values of a process with three states: *calm* and *wild* have the same mean and differ in scale, *calm*
 # and *shifted* have the same scale and differ in the mean. The process mostly goes round: calm, wild,
-# shifted, and back to calm.
+# shifted, and back to calm. The seed is one that visits each state often; in a series that hardly does, no
+# method could say much of that state.
 
 # %%
 STATES = ["calm", "wild", "shifted"]
