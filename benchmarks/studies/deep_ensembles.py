@@ -312,6 +312,17 @@ def findings(results: Results) -> list[str]:
             f"{errors[1, 'mean', 0]:.2f} to {errors[1, 'mean', -1]:.3f} posterior sd, {limit}; the reference "
             f"itself is uncertain by {reference['sd']:.3f} and {reference['mean']:.3f}."
         )
+        large = max(e["rate"] for e in found["ensembles"])
+        coarse = float(np.mean(of(found, 1.0, large)[-1]["sd"]))
+        said.append(
+            f"{name}, at T = 1 with the larger learning rate {large:g}: the error of the sd is {coarse:.3f} with "
+            f"{last} members, "
+            + (
+                "which is the bias of the steps, and no number of members mends it."
+                if coarse > 2 * errors[1, "sd", -1]
+                else "not much more, so that the bias of the steps is not seen yet."
+            )
+        )
         stays = errors[0, "sd", -1] > 0.5 * errors[0, "sd", 0]
         said.append(
             f"{name}, at T = 0: the error of the sd is {errors[0, 'sd', 0]:.2f} with {first} members and "
