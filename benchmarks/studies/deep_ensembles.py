@@ -315,7 +315,8 @@ def findings(results: Results) -> list[str]:
         large = max(e["rate"] for e in found["ensembles"])
         coarse = float(np.mean(of(found, 1.0, large)[-1]["sd"]))
         said.append(
-            f"{name}, at T = 1 with the larger learning rate {large:g}: the error of the sd is {coarse:.3f} with "
+            f"{name}, at T = 1 with the larger learning rate {large:g}: the error of the sd is "
+            f"{coarse:.3f} with "
             f"{last} members, "
             + (
                 "which is the bias of the steps, and no number of members mends it."
@@ -425,6 +426,6 @@ def figure(results: Results) -> Figure:
                 panel.set_xlabel("members")
         panels[1, column].legend(fontsize=9)
     panels[0, 0].text(
-        0.03, 0.04, "dotted: 1/√members; grey: reference's own", transform=panels[0, 0].transAxes, fontsize=9
+        0.03, 0.12, "dotted: 1/√members; grey: reference's own", transform=panels[0, 0].transAxes, fontsize=9
     )
     return figure
