@@ -290,6 +290,14 @@ def of(found: Results, temperature: float, rate: float) -> list[dict[str, Any]]:
     return [e for e in found["ensembles"] if (e["temperature"], e["rate"]) == (temperature, rate)]
 
 
+def better(ensemble: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether the error of the mean is smaller, by two standard errors and more."""
+    (first, own), (second, others) = (
+        (np.mean(e["mean"]), np.var(e["mean"], ddof=1) / len(e["mean"])) for e in (ensemble, other)
+    )
+    return bool(second - first > 2 * math.sqrt(own + others))
+
+
 def findings(results: Results) -> list[str]:
     """What the numbers say."""
     said = []
@@ -312,16 +320,30 @@ def findings(results: Results) -> list[str]:
             f"{errors[1, 'mean', 0]:.2f} to {errors[1, 'mean', -1]:.3f} posterior sd, {limit}; the reference "
             f"itself is uncertain by {reference['sd']:.3f} and {reference['mean']:.3f}."
         )
+        large = max(e["rate"] for e in found["ensembles"])
+        coarse = float(np.mean(of(found, 1.0, large)[-1]["sd"]))
+        said.append(
+            f"{name}, at T = 1 with the larger learning rate {large:g}: the error of the sd is "
+            f"{coarse:.3f} with "
+            f"{last} members, "
+            + (
+                "which is the bias of the steps, and no number of members mends it."
+                if coarse > 2 * errors[1, "sd", -1]
+                else "not much more, so that the bias of the steps is not seen yet."
+            )
+        )
+        fewer = [str(e["members"]) for e, other in zip(cold, warm, strict=True) if better(e, other)]
         stays = errors[0, "sd", -1] > 0.5 * errors[0, "sd", 0]
         said.append(
             f"{name}, at T = 0: the error of the sd is {errors[0, 'sd', 0]:.2f} with {first} members and "
             f"{errors[0, 'sd', -1]:.2f} with {last}, "
             + ("so that more members do not help" if stays else "so that it falls as well")
-            + f"; that of the mean ends at {errors[0, 'mean', -1]:.3f} posterior sd, "
-            + ("more" if errors[0, "mean", -1] > errors[1, "mean", -1] else "no more")
-            + " than at T = 1."
+            + f"; that of the mean ends at {errors[0, 'mean', -1]:.3f} posterior sd, and is smaller than at "
+            + f"T = 1 by more than noise for {' and '.join(fewer) or 'no number of'} members."
         )
-        density = {t: float(np.mean(e[-1]["lpd"])) for t, e in ((0, cold), (1, warm))}
+        start, density = (
+            {t: float(np.mean(e[end]["lpd"])) for t, e in ((0, cold), (1, warm))} for end in (0, -1)
+        )
         said.append(
             f"{name}: with {last} members the held-out log predictive density is {density[0]:.4f} nats a row "
             f"at T = 0, {density[1]:.4f} at T = 1 and {reference['lpd']:.4f} by the reference: "
@@ -330,6 +352,7 @@ def findings(results: Results) -> list[str]:
                 if abs(density[0] - density[1]) < 0.005
                 else f"better at T = {0 if density[0] > density[1] else 1}."
             )
+            + f" With {first} it is {start[0]:.4f} and {start[1]:.4f}."
         )
         if "nuts" in found:
             said.append(
@@ -414,6 +437,6 @@ def figure(results: Results) -> Figure:
                 panel.set_xlabel("members")
         panels[1, column].legend(fontsize=9)
     panels[0, 0].text(
-        0.03, 0.04, "dotted: 1/√members; grey: reference's own", transform=panels[0, 0].transAxes, fontsize=9
+        0.03, 0.12, "dotted: 1/√members; grey: reference's own", transform=panels[0, 0].transAxes, fontsize=9
     )
     return figure

@@ -421,7 +421,13 @@ def findings(results: Results) -> list[str]:
     said.append(
         f"Trained by the package's average, accuracy differs from the plain guide's by "
         f"{mean_and_error(differences, 2)} points over {len(differences)} pair(s), "
-        + ("no more than noise" if abs(np.mean(differences)) < 2 * error else "more than noise")
+        + (
+            "too few to tell"
+            if math.isinf(error)
+            else "no more than noise"
+            if abs(np.mean(differences)) < 2 * error
+            else "more than noise"
+        )
         + f"; the paper's gains, of up to {PAPERS_GAIN} points, {visible}. {sum(same)} of {len(same)} guides "
         "trained by uniform relabellings came out identical to those trained by the package's average: both "
         "leave it out where units are separated, as it makes no difference there."
@@ -456,7 +462,9 @@ def findings(results: Results) -> list[str]:
             "and "
             f"log h! by {orders:+.0f}: "
             + (
-                "what a mean-field guide pays for further units outweighs their relabellings"
+                "wider networks are better by L alone"
+                if loss > 0
+                else "what a mean-field guide pays for further units outweighs their relabellings"
                 if -loss > extra
                 else "the relabellings outweigh what a mean-field guide pays for further units"
             )
