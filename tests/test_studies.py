@@ -9,6 +9,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
 
 from benchmarks.studies import mode_interpolation, overlap, tractable_bnn
@@ -141,6 +142,7 @@ def test_average_of_overlap_is_that_of_the_guide(names: list[str], signs: bool) 
             parameter += 0.3 * torch.randn_like(parameter)
     values, log_density = reported(guide)
     base = guide.guide
+    assert isinstance(base, AutoNormal)
     loc = torch.stack([getattr(base.locs, name) for name in names], -1).detach()
     scale = torch.stack([getattr(base.scales, name) for name in names], -1).detach()
     units = torch.stack([values[name] for name in names], -1)
@@ -159,7 +161,9 @@ def test_average_of_the_tractable_network_is_that_of_the_guide() -> None:
         tractable_bnn.network, tractable_bnn.SWAP, estimator="exact", init_scale=0.1
     )
     values, log_density = reported(guide, x, y)
-    loc, scale = guide.guide.locs.w.detach(), guide.guide.scales.w.detach()
+    base = guide.guide
+    assert isinstance(base, AutoNormal)
+    loc, scale = base.locs.w.detach(), base.scales.w.detach()
     ours = tractable_bnn.log_q(
         values["w"].reshape(1, 1, 2), loc.unsqueeze(0), scale.unsqueeze(0), symmetrised=True
     )

@@ -94,13 +94,13 @@ def train(
     target: Target, mean: Tensor, scale: Tensor, draw: Draw, steps: int, *, symmetrised: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Adam from given means and scales, one q a target; the means and log scales that it ends at."""
-    parameters = [mean.clone().requires_grad_(), scale.log().requires_grad_()]
-    adam = torch.optim.Adam(parameters, LEARNING_RATE)
+    mean, log_scale = mean.clone().requires_grad_(), scale.log().requires_grad_()
+    adam = torch.optim.Adam([mean, log_scale], LEARNING_RATE)
     for _ in range(steps):
         adam.zero_grad()
-        kl(target, *parameters, draw, symmetrised=symmetrised).sum().backward()
+        kl(target, mean, log_scale, draw, symmetrised=symmetrised).sum().backward()
         adam.step()
-    return parameters[0].detach(), parameters[1].detach()
+    return mean.detach(), log_scale.detach()
 
 
 def threshold(alphas: Sequence[float], ratios: Sequence[float]) -> float | None:

@@ -380,10 +380,7 @@ def figure(results: Results) -> Figure:
         line, line, density, levels=[0.011, 0.135, 0.6, 1.0], colors=["#D9D9D9", "#B0B0B0", "#808080"]
     )
     loc, scale = fits["SGM"]["loc"][shown], fits["SGM"]["scale"][shown]
-    for flip, style, label in (
-        (1, {"linestyle": "-", "edgecolor": "#D55E00"}, "q"),
-        (-1, {"linestyle": "--", "edgecolor": "#0072B2"}, "image of q"),
-    ):
+    for flip, line_style, colour, label in ((1, "-", "#D55E00", "q"), (-1, "--", "#0072B2", "image of q")):
         for sd in (1, 2, 3):
             (width, height), centre = (2 * sd * np.array(scale[::flip])), loc[::flip]
             left.add_patch(
@@ -394,7 +391,8 @@ def figure(results: Results) -> Figure:
                     fill=False,
                     linewidth=1.4,
                     label=label if sd == 1 else None,
-                    **style,
+                    linestyle=line_style,
+                    edgecolor=colour,
                 )
             )
     left.set(xlabel="weight $w_1$", ylabel="weight $w_2$", aspect="equal")
