@@ -239,7 +239,7 @@ for who in draws:
 # where labels are in doubt, as those of units that the data hardly use are.
 
 
-# %%
+# %% mystnb={"output_stderr": "show"}
 def log_probs(draw: dict[str, Tensor]) -> Tensor:
     """Log probabilities of all classes at some test digits."""
     return model.predict(draw, test_x[:50]).law.logits[0]
