@@ -231,7 +231,7 @@ def text(tables: Tables) -> str:
 def markdown(path: Path) -> str:
     """What the docs show of one result: title, what was done, tables, and where the numbers come from."""
     kept = json.loads(Path(path).read_text())
-    blocks = [f"## {kept['title']}", kept["about"]]
+    blocks = [f"## {kept['title']}", f"```{{eval-rst}}\n{kept['about']}\n```"]
     for caption, rows in kept["tables"].items():
         header = columns(rows)
         rule = [":--"] + ["--:"] * (len(header) - 1)

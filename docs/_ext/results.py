@@ -34,7 +34,7 @@ def study_page(name: str) -> str:
     study, results = import_module(f"benchmarks.studies.{name}"), kept["results"]
     parts = [
         f"# {study.TITLE}",
-        inspect.cleandoc(study.__doc__ or ""),
+        f"```{{eval-rst}}\n{inspect.cleandoc(study.__doc__ or '')}\n```",
         "## What was found",
         "\n".join(f"- {sentence}" for sentence in study.findings(results)),
         f"```{{image}} {name}.png\n:alt: {study.TITLE}\n:class: figure\n```",
