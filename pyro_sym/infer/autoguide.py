@@ -265,8 +265,9 @@ class AutoSymmetrized(AutoGuide):
             average = self._chosen.bracket(self._run(layout, draws, args, kwargs), self.num_elements)
             lower, upper = -average.upper, -average.lower
         log_order = self.symmetry.log_order(draws.values)
-        ends = (float(lower.mean()), min(float(upper.mean()), log_order))
-        halves = (lower, upper) if ends[1] < log_order else (lower,)
+        highest = min(float(upper.mean()), log_order)
+        ends = (min(float(lower.mean()), highest), highest)  # a smaller lower bound is one, too
+        halves = (lower, upper) if highest < log_order else (lower,)
         errors = [float(half.std()) / math.sqrt(num_samples) for half in halves]
         return SymmetryGain(
             lower=ends[0],

@@ -387,7 +387,8 @@ class Chains:
         who = f"chain {chain}, " if len(self.position) > 1 else ""
         return (
             f"{who}step {divergence.step}: {divergence.what}; lower step_size ({self.step_size:g} at this "
-            "step), or see whether the model's log density is finite where the chain has come to"
+            "step; a kernel by from_sgd has it from lr), or see whether the model's log density is finite "
+            "where the chain has come to"
         )
 
     def _hold_diverged(self, group: slice, now: State) -> State:

@@ -186,6 +186,9 @@ class RecordedELBO(ELBO):
             self._give_up(call.reason)
         elif _handled():
             self._give_up("effect handlers around the step would act on model and guide")
+        elif getattr(call.guide, "method", None) == "importance":
+            # What guides them is fitted anew now and then, and steps may leave the average out.
+            self._give_up("the guide's average is of guided elements (method 'importance')")
         elif self._num_recorded >= 4 * self.cache_size:
             self._give_up(
                 f"arguments came in more than {self._num_recorded} combinations of shapes and values; pass "

@@ -534,3 +534,4 @@ def test_symmetrised_guides(estimator: Any) -> None:
         warnings.simplefilter("always")
         torch.testing.assert_close(run(loss), run(Trace_ELBO()), rtol=1e-10, atol=1e-10)
     assert len(caught) == (estimator == "importance") and (loss.reason is None) == (not caught)
+    assert not caught or "guided elements" in str(caught[0].message)

@@ -570,7 +570,7 @@ def test_a_gradient_that_is_not_finite_is_reported_at_once(
         gradient[-1] = math.inf  # b comes first in the model, a last
 
     inject(monkeypatch, step, spoil)
-    message = rf"step {step}: the gradient of site 'a' is not finite; lower step_size \(0.125 at this step\)"
+    message = rf"step {step}: the gradient of site 'a' is not finite; lower step_size \(0.125 at this step;"
     for _ in range(step // 3):
         params = kernel.sample(params)
     with pytest.raises(DivergenceError, match=message):
