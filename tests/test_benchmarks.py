@@ -42,7 +42,7 @@ def test_markdown_is_made_of_the_json_alone(tmp_path: Path) -> None:
     path = tmp_path / "one.json"
     path.write_text(json.dumps(kept))
     shown = markdown(path)
-    assert shown.startswith("## A title\n\nWhat was done.\n")
+    assert shown.startswith("## A title\n\n```{eval-rst}\nWhat was done.\n```\n")
     assert "| a step | 2 | 1 | 2 | 0.1 | 2.1 | 1.5 |" in shown
     assert "commit abc" in shown and "torch 2.13" in shown
     assert "a step" in text(kept["tables"])  # type: ignore[arg-type]
