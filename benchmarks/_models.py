@@ -19,11 +19,24 @@ DATA = Path(os.environ.get("PYRO_SYM_DATA", Path(__file__).parents[1] / ".." / "
 Model = Callable[..., Any]
 
 
+def data_file(name: str) -> Path:
+    """A file of data, or an end that says where it is looked for."""
+    path = DATA / name
+    if not path.exists():
+        raise SystemExit(f"{path} is missing: set PYRO_SYM_DATA to the folder that has it")
+    return path
+
+
+def pima_table() -> Tensor:
+    """Rows of eight columns and a label, of shape (768, 9)."""
+    return torch.tensor(np.loadtxt(data_file("pima-indians-diabetes.csv"), delimiter=",", dtype=np.float32))
+
+
 def pima_data() -> tuple[Tensor, Tensor]:
     """Columns, standardised, of shape (768, 8), and labels."""
-    table = np.loadtxt(DATA / "pima-indians-diabetes.csv", delimiter=",", dtype=np.float32)
-    columns = torch.tensor(table[:, :8])
-    return (columns - columns.mean(0)) / columns.std(0), torch.tensor(table[:, 8])
+    table = pima_table()
+    columns = table[:, :8]
+    return (columns - columns.mean(0)) / columns.std(0), table[:, 8]
 
 
 def pima_model(batch: int | None = 32) -> Model:
@@ -40,9 +53,9 @@ def pima_model(batch: int | None = 32) -> Model:
 
 def mnist() -> tuple[Tensor, Tensor]:
     """Images, of shape (10000, 784), and digits."""
-    with gzip.open(DATA / "mnist-10k-images-idx3-ubyte.gz") as file:
+    with gzip.open(data_file("mnist-10k-images-idx3-ubyte.gz")) as file:
         images = np.frombuffer(file.read(), np.uint8, offset=16).reshape(-1, 784)
-    with gzip.open(DATA / "mnist-10k-labels-idx1-ubyte.gz") as file:
+    with gzip.open(data_file("mnist-10k-labels-idx1-ubyte.gz")) as file:
         labels = np.frombuffer(file.read(), np.uint8, offset=8)
     return torch.tensor(images / 255.0, dtype=torch.float), torch.tensor(labels, dtype=torch.long)
 

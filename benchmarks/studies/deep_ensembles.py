@@ -19,11 +19,9 @@ test inputs. Ensembles of M members are disjoint groups of one large run.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +34,7 @@ from pyro.infer.autoguide.initialization import init_to_sample
 from torch import Tensor
 
 import pyro_sym as ps
+from benchmarks._models import pima_table
 from benchmarks.studies._study import Results, Size, Table, mean_and_error
 from pyro_sym.infer.gradient import Gradient
 from pyro_sym.infer.minibatch import Minibatch
@@ -43,7 +42,6 @@ from pyro_sym.infer.potential import Potential
 
 TITLE = "Deep ensembles at temperatures 0 and 1"
 
-DATA = Path(os.environ.get("PYRO_SYM_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 UNITS, NOISE, MOMENTUM = 5, 0.5, 0.9
 SIZES: dict[Size, dict[str, Any]] = {
     "smoke": {
@@ -95,10 +93,7 @@ class Problem:
 
 def pima() -> Problem:
     """Logistic regression, all features standardised."""
-    path = DATA / "pima-indians-diabetes.csv"
-    if not path.exists():
-        raise SystemExit(f"{path} is missing: set PYRO_SYM_DATA to the folder that has it")
-    table = torch.tensor(np.loadtxt(path, delimiter=","), dtype=torch.float32)
+    table = pima_table()
     table = table[torch.randperm(len(table), generator=torch.Generator().manual_seed(0))]
     x, y = table[:, :-1], table[:, -1]
     x = (x - x[:600].mean(0)) / x[:600].std(0)

@@ -22,12 +22,9 @@ least held-out negative log likelihood (NLL).
 
 from __future__ import annotations
 
-import gzip
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,11 +37,11 @@ from torch import Tensor
 from torch.distributions import kl_divergence
 
 import pyro_sym as ps
+from benchmarks._models import mnist
 from benchmarks.studies._study import Results, Size, Table, mean_and_error
 
 TITLE = "Widths of a Bayesian network on digits"
 
-DATA = Path(os.environ.get("PYRO_SYM_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 CLASSES, BATCH, SPLIT_SEED = 10, 100, 0
 SYMMETRY = ps.Permutation({"w1": -1, "b1": -1, "w2": -2})
 PAPERS_GAIN = 0.12  # points of accuracy, the largest in its table 1: h = 30, K = 20
@@ -84,17 +81,9 @@ def shuffled(x: Tensor, y: Tensor, train: int) -> Split:
     return x[:train], y[:train], x[train:], y[train:]
 
 
-def mnist() -> Split:
+def mnist_split() -> Split:
     """The 10,000 test images of MNIST, in [0, 1]."""
-
-    def read(name: str, header: int) -> Tensor:
-        path = DATA / f"mnist-10k-{name}-ubyte.gz"
-        if not path.exists():
-            raise SystemExit(f"{path} is missing: set PYRO_SYM_DATA to the folder that has it")
-        return torch.tensor(np.frombuffer(gzip.decompress(path.read_bytes()), np.uint8, offset=header))
-
-    images = read("images-idx3", header=16).reshape(-1, 784) / 255.0
-    return shuffled(images, read("labels-idx1", header=8), train=8_000)
+    return shuffled(*mnist(), train=8_000)
 
 
 def small_digits() -> Split:
@@ -256,7 +245,7 @@ def run_mnist(
     widths: Sequence[int], seeds: int, epochs: int, draws: int, trained: Mapping[int, Sequence[str]]
 ) -> list[dict[str, Any]]:
     """Train plain guides at every width, all seeds side by side, and others from the same initial values."""
-    data = mnist()
+    data = mnist_split()
     x, y = data[:2]
     steps = epochs * len(x) // BATCH
     rows = []
