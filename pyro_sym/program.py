@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from opt_einsum import shared_intermediates
 from pyro import poutine
+from pyro.distributions.util import scale_and_mask
 from pyro.infer import config_enumerate
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.ops import packed as packed_ops
@@ -24,13 +25,14 @@ from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
-from torch.distributions import biject_to, constraints
+from torch.distributions import Independent, biject_to, constraints
 
 __all__ = [
     "GivenIndices",
     "LatentSite",
     "Program",
     "SubsampledPlate",
+    "Term",
     "in_subsampled_plate",
     "init_to_prior",
     "marginal_terms",
@@ -68,6 +70,19 @@ class SubsampledPlate:
     size: int
     subsample_size: int
     device: torch.device
+
+
+@dataclass(frozen=True)
+class Term:
+    """A term of the log joint, element by element.
+
+    Attributes:
+        elements: log probabilities without the scale, of any shape; masked ones are 0.
+        scale: what the elements are multiplied with; a number, or a tensor that broadcasts with them.
+    """
+
+    elements: Tensor
+    scale: float | Tensor
 
 
 class GivenIndices(Messenger):
@@ -253,6 +268,12 @@ class Program:
         Raises:
             ValueError: if a latent site has no value, or a subsampled plate no indices.
         """
+        trace = self._run(values, indices)
+        trace.compute_log_prob()
+        return trace
+
+    def _run(self, values: Values, indices: Values | None) -> poutine.Trace:
+        """The trace at given values and plate indices, without log probabilities."""
         missing = [name for name in self.latents if name not in values]
         if missing:
             raise ValueError(
@@ -261,9 +282,7 @@ class Program:
         given = {name: values[name] for name in self.latents}
         with poutine.block(), GivenIndices(indices or {}):
             conditioned = poutine.condition(self._runnable, data=given)
-            trace = poutine.trace(conditioned).get_trace(*self.args, **self.kwargs)
-        trace.compute_log_prob()
-        return trace
+            return poutine.trace(conditioned).get_trace(*self.args, **self.kwargs)
 
     def log_joint_terms(
         self, values: Values, indices: Values | None = None, *, ring: LogRing | None = None
@@ -287,6 +306,31 @@ class Program:
             }
         return marginal_terms(trace, ring)
 
+    def log_joint_elements(self, values: Values, indices: Values | None = None) -> dict[str, Term]:
+        """The terms of the log joint, element by element: the finest parts that the model shows.
+
+        An element is an entry of a site, also where ``to_event`` makes many entries one event. Of summed-out
+        sites it is an entry of what is left of their plates, such as a row of the data.
+
+        Args:
+            values: constrained values by latent site, each of the site's native shape.
+            indices: indices by subsampled plate.
+
+        Returns:
+            Terms by name, with the names of :meth:`log_joint_terms`, whose values are the sums of the scaled
+            elements.
+
+        Raises:
+            ValueError: if a value is outside of the support of its site.
+        """
+        if not self.enumerated:
+            trace = self._run(values, indices)
+            return {s["name"]: _elements(s) for s in _samples(trace) if not isinstance(s["fn"], _Subsample)}
+        alone, joint, scale, parts = _marginalised(self.trace(values, indices), None)
+        terms = {site["name"]: _elements(site) for site in alone}
+        terms[joint] = Term(torch.cat([part.flatten() for part in parts]), scale)
+        return terms
+
     def log_joint(
         self, values: Values, indices: Values | None = None, *, ring: LogRing | None = None
     ) -> Tensor:
@@ -296,6 +340,26 @@ class Program:
 
 def _samples(trace: poutine.Trace) -> list[Any]:
     return [site for site in trace.nodes.values() if site["type"] == "sample"]
+
+
+def _elements(site: Any) -> Term:
+    """The log probability of a site, entry by entry."""
+    fn, extra = site["fn"], 0
+    while isinstance(fn, Independent):
+        extra += fn.reinterpreted_batch_ndims
+        fn = fn.base_dist
+    try:
+        elements = fn.log_prob(site["value"], *site["args"], **site["kwargs"])
+    except ValueError as error:
+        raise ValueError(
+            f"the log probability of site {site['name']!r} can't be computed: {error}"
+        ) from error
+
+    def aligned(of_batch: Any) -> Any:
+        """A number or tensor of the site's batch shape, with dims of 1 for the entries of an event."""
+        return of_batch[(..., *(None,) * extra)] if isinstance(of_batch, Tensor) and extra else of_batch
+
+    return Term(scale_and_mask(elements, mask=aligned(site["mask"])), aligned(site["scale"]))
 
 
 def marginal_terms(trace: poutine.Trace, ring: LogRing | None = None) -> dict[str, Tensor]:
@@ -308,6 +372,16 @@ def marginal_terms(trace: poutine.Trace, ring: LogRing | None = None) -> dict[st
     Returns:
         As :meth:`Program.log_joint_terms`.
     """
+    alone, joint, scale, parts = _marginalised(trace, ring)
+    terms: dict[str, Tensor] = {site["name"]: site["log_prob_sum"] for site in alone}
+    terms[joint] = scale * sum(part.sum() for part in parts)
+    return terms
+
+
+def _marginalised(
+    trace: poutine.Trace, ring: LogRing | None
+) -> tuple[list[Any], str, float | Tensor, list[Tensor]]:
+    """Sites that depend on no summed-out one; the name, scale and parts of the term of all others."""
     trace.pack_tensors()
     sites = [s for s in _samples(trace) if not isinstance(s["fn"], _Subsample)]
     plates = {
@@ -315,13 +389,12 @@ def marginal_terms(trace: poutine.Trace, ring: LogRing | None = None) -> dict[st
         for s in sites
     }
     summed = {s["infer"]["_enumerate_symbol"] for s in sites if s["infer"].get("_enumerate_dim") is not None}
-    terms: dict[str, Tensor] = {}
     factors: OrderedDict[frozenset[str], list[Tensor]] = OrderedDict()
-    joint, scales = [], []
+    alone, joint, scales = [], [], []
     for site in sites:
         packed = site["packed"]
         if summed.isdisjoint(packed["log_prob"]._pyro_dims):
-            terms[site["name"]] = site["log_prob_sum"]
+            alone.append(site)
             continue
         factor = packed["unscaled_log_prob"]
         # A masked row counts nothing: its likelihood is 1, and its enumerated prior sums to 1 unmasked.
@@ -337,6 +410,4 @@ def marginal_terms(trace: poutine.Trace, ring: LogRing | None = None) -> dict[st
         )
     with shared_intermediates():
         contracted = contract_tensor_tree(factors, summed, ring=ring)
-    total = sum(term.sum() for group in contracted.values() for term in group)
-    terms["+".join(joint)] = scales[0] * total
-    return terms
+    return alone, "+".join(joint), scales[0], [term for group in contracted.values() for term in group]

@@ -6,32 +6,14 @@ put in its place.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pyro_sym.program import SubsampledPlate
+from pyro_sym.rows import Window, windows
 
 __all__ = ["Window", "Windows", "windows"]
-
-Window = Mapping[str, Tensor]
-"""Successive row numbers, by subsampled plate."""
-
-
-def windows(plates: Mapping[str, SubsampledPlate]) -> Iterator[Window]:
-    """Windows that cover all rows of all plates; the last of a plate overlaps with the one before it."""
-    blocks = {}
-    for name, plate in plates.items():
-        last = plate.size - plate.subsample_size
-        starts = [*range(0, last, plate.subsample_size), last]
-        blocks[name] = [
-            torch.arange(start, start + plate.subsample_size, device=plate.device) for start in starts
-        ]
-    for several in itertools.product(*blocks.values()):
-        yield dict(zip(blocks, several, strict=True))
 
 
 class Windows:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +19,10 @@ from torch import Tensor
 from pyro_sym.errors import SymmetryError
 from pyro_sym.program import LatentSite, Program, in_subsampled_plate, uniform_draw
 from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.comparison import NUM_DIFFERENCES, Joint, compared, rounding_levels
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
-from pyro_sym.symmetry.model import (
-    MAX_GENERATORS,
-    TOLERANCE,
-    at_best_precision,
-    check,
-    finite_draw,
-    refuse_hidden_randomness,
-)
+from pyro_sym.symmetry.evidence import MAX_GENERATORS, Evidence, Point, finite_draw, unbroken
+from pyro_sym.symmetry.model import at_best_precision
 from pyro_sym.symmetry.modules import networks
 from pyro_sym.symmetry.network import NetworkSymmetry, symmetry_of
 from pyro_sym.symmetry.product import Product
@@ -33,8 +30,12 @@ from pyro_sym.symmetry.product import Product
 __all__ = ["find_symmetry"]
 
 MAX_EVALUATIONS = 5_000
-# Extreme draws drown small differences in large terms, so the mildest of several are kept.
+# Small differences are easiest to see where terms are small, so the mildest of several draws are kept.
 DRAWS, KEPT = 3, 2
+# Relative changes above are believed without a measurement of rounding.
+SURE = {torch.float64: 1e-7, torch.float32: 1e-2}
+# Searches, each of which knows the point at which what the one before has found fails.
+MAX_SEARCHES = 5
 
 Kind = type[Permutation] | type[SignFlip]
 
@@ -110,31 +111,50 @@ def find_symmetry(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Symme
 
 
 def _find(program: Program, dtype: torch.dtype) -> Symmetry:
-    read = list(_read_off_networks(program, dtype))
-    axes = [axis for axis in _candidates(program) if not any(axis.is_moved_by(group) for group in read)]
+    candidates = _candidates(program)
+    evidence = Evidence(program, dtype)
+    read = list(_read_off_networks(program, evidence))
+    axes = [axis for axis in candidates if not any(axis.is_moved_by(group) for group in read)]
     search = _Search(program, dtype)
-    members: list[Symmetry] = list(search.groups(Permutation, [axis for axis in axes if axis.size > 1]))
-    for flip in search.groups(SignFlip, [axis for axis in axes if axis.signed]):
-        if not _repeats(flip, members, search.points[0].values):
-            # Product refuses a flip of which only a part rides on a permutation.
-            with suppress(SymmetryError):
-                members = Product(*members, flip).members
-    order = list(program.latents)
-    members.sort(key=lambda member: order.index(member.sites[0]))
-    if members and not _passes(program, dtype, Product(*members)):
-        kept = [member for member in members if _passes(program, dtype, member)]
+    members: list[Symmetry] = []
+    for _ in range(MAX_SEARCHES):
+        before, members = members, []
+        for kind in (Permutation, SignFlip):
+            for group in search.groups(kind, [axis for axis in axes if axis.may_be_moved_by(kind)]):
+                members = _joined(members, group, search.points[0].values)
+        order = list(program.latents)
+        members.sort(key=lambda member: order.index(member.sites[0]))
+        refutation = evidence.refute(Product(*members)) if members else None
+        if refutation is None or not search.budget or repr(members) == repr(before):
+            break
+        # The search sees a few rows at a few points. It goes on with what it missed.
+        search.points.append(refutation.point)
+    members, broken = unbroken(evidence, members, Product)
+    for member, refutation in broken:
         warnings.warn(
-            f"{', '.join(str(m) for m in members if m not in kept) or Product(*members)} left the log joint "
-            "as it is at mild values but not at draws from the prior, and is left out. Is the log joint "
-            "computed without loss of digits there?",
+            f"{member} left the log joint as it is wherever the search looked, but is left out: {refutation}",
             stacklevel=4,
         )
-        members = kept
     members = [*read, *members]
+    if members and evidence.unseen:
+        warnings.warn(
+            f"{Product(*members)} was not checked on all rows: {evidence.unseen}",
+            stacklevel=4,
+        )
     return members[0] if len(members) == 1 else Product(*members)
 
 
-def _read_off_networks(program: Program, dtype: torch.dtype) -> Iterator[NetworkSymmetry]:
+def _joined(members: list[Symmetry], group: Symmetry, values: dict[str, Tensor]) -> list[Symmetry]:
+    """The members with one more, unless it is among them already or does not fit into a product with them."""
+    if isinstance(group, SignFlip) and _repeats(group, members, values):
+        return members
+    try:
+        return Product(*members, group).members
+    except SymmetryError:  # of a flip of which only a part rides on a permutation
+        return members
+
+
+def _read_off_networks(program: Program, evidence: Evidence) -> Iterator[NetworkSymmetry]:
     """The groups of networks that the model calls, less the members that its priors break."""
     for network in networks(program):
         try:
@@ -146,17 +166,16 @@ def _read_off_networks(program: Program, dtype: torch.dtype) -> Iterator[Network
                 stacklevel=5,
             )
             continue
-        kept = whole.restrict(program.latents).where(lambda member: _passes(program, dtype, member))
-        if kept.members:
-            yield kept
+        own = whole.restrict(program.latents)
+        kept, _ = unbroken(evidence, range(len(own.members)), partial(_of_members, own))
+        if kept:
+            yield _of_members(own, *kept)
 
 
-def _passes(program: Program, dtype: torch.dtype, symmetry: Symmetry) -> bool:
-    try:
-        check(program, dtype, symmetry)
-    except SymmetryError:
-        return False
-    return True
+def _of_members(group: NetworkSymmetry, *numbers: int) -> NetworkSymmetry:
+    """The subgroup of some members."""
+    counter = itertools.count()
+    return group.where(lambda _: next(counter) in numbers)
 
 
 def _repeats(flip: Symmetry, members: list[Symmetry], values: dict[str, Tensor]) -> bool:
@@ -186,6 +205,10 @@ class _Axis:
     size: int
     whole: bool
     signed: bool
+
+    def may_be_moved_by(self, kind: Kind) -> bool:
+        """Whether a group of this kind may move it, and not be trivial."""
+        return self.signed if kind is SignFlip else self.size > 1
 
     def is_moved_by(self, group: Symmetry) -> bool:
         """Whether a group moves it already."""
@@ -235,15 +258,6 @@ def _axes(latent: LatentSite, data: set[str]) -> Iterator[_Axis]:
             yield _Axis(latent.name, axes, size, whole, signed)
 
 
-@dataclass(frozen=True)
-class _Point:
-    """Values by site, indices by subsampled plate, and the terms of the log joint there if it is finite."""
-
-    values: dict[str, Tensor]
-    indices: dict[str, Tensor]
-    terms: dict[str, float] | None
-
-
 class _OutOfBudget(Exception):
     """The log joint has been evaluated as often as it may be."""
 
@@ -252,14 +266,12 @@ class _Search:
     """Grows symmetric sets of axes, counting the evaluations of the log joint."""
 
     def __init__(self, program: Program, dtype: torch.dtype) -> None:
-        self.program = program
         self.dtype = dtype
         self.budget = MAX_EVALUATIONS
         near_zero = Program(program.model, program.args, program.kwargs, init_strategy=_near_zero)
         self.points = self._mild_points(program)
         with suppress(ValueError):  # the prior alone may know where the log joint is finite
             self.points += self._mild_points(near_zero)
-        refuse_hidden_randomness(program, self.points[0].values, self.points[0].indices)
 
     def groups(self, kind: Kind, axes: list[_Axis]) -> Iterator[Symmetry]:
         """The minimal symmetric sets, those of many units first."""
@@ -294,7 +306,7 @@ class _Search:
         grown = [self.smallest(kind, [*chosen, axis], free) for axis in min(missing, key=len)]
         return min(filter(None, grown), key=len, default=None)
 
-    def _witnesses(self, kind: Kind, axes: list[_Axis]) -> list[tuple[Tensor, _Point]]:
+    def _witnesses(self, kind: Kind, axes: list[_Axis]) -> list[tuple[Tensor, Point]]:
         """An involution that changes the log joint, and the points at which it does, the clearest first."""
         group = _group(kind, axes)
         values = self.points[0].values
@@ -311,7 +323,7 @@ class _Search:
         return []
 
     def _missing(
-        self, kind: Kind, chosen: list[_Axis], free: list[_Axis], element: Tensor, point: _Point
+        self, kind: Kind, chosen: list[_Axis], free: list[_Axis], element: Tensor, point: Point
     ) -> list[_Axis]:
         """Axes of which a symmetric set that contains the chosen ones needs one at least."""
         rest = [axis for axis in free if axis not in chosen]
@@ -322,39 +334,47 @@ class _Search:
             for axis in rest:
                 if axis not in loose:
                     values = values | {axis.site: _tied(kind, axis, element, values)}
-            return self._change(_group(kind, chosen), element, self._at(values, point.indices)) > 0
+            there = self._evaluated(point, values)
+            if there is None or not there.is_finite():
+                return False  # nothing can be seen where the log joint isn't finite
+            tied = replace(point, values=values, joint=there)
+            return self._change(_group(kind, chosen), element, tied) > 0
 
         return _core(changed, rest)
 
-    def _change(self, group: Symmetry, element: Tensor, point: _Point) -> float:
-        """By how much an element changes the terms that it moves, relative to their size; 0 for rounding."""
-        before = point.terms
-        if before is None:
-            return 0.0  # nothing can be seen where the log joint isn't finite
-        after = self._at(group.act(element, point.values), point.indices).terms
+    def _change(self, group: Symmetry, element: Tensor, point: Point) -> float:
+        """By how much an element changes the log joint, relative to what moves; 0 for rounding."""
+        after = self._evaluated(point, group.act(element, point.values))
         if after is None:
             return math.inf
-        tolerance = TOLERANCE[self.dtype]
-        moved = [t for t, b in before.items() if abs(after[t] - b) > tolerance * (1.0 + abs(b))]
-        change = abs(sum(after[t] - before[t] for t in moved)) / (1.0 + sum(abs(before[t]) for t in moved))
-        return change if change > tolerance else 0.0
+        change = compared(point.joint, after)
+        if change and change.relative < SURE[self.dtype]:
+            self._spend(2 * NUM_DIFFERENCES)
+            levels = rounding_levels(point.evaluate, point.values, point.joint)
+            change = compared(point.joint, after, levels)
+        return change.relative if change else 0.0
 
-    def _at(self, values: dict[str, Tensor], indices: dict[str, Tensor]) -> _Point:
-        """Evaluate the log joint."""
-        if not self.budget:
-            raise _OutOfBudget
-        self.budget -= 1
+    def _evaluated(self, point: Point, values: dict[str, Tensor]) -> Joint | None:
+        """The log joint at other values, or None outside of the support."""
+        self._spend(1)
         try:
-            terms = self.program.log_joint_terms(values, indices)
-        except ValueError:  # Pyro's validation: outside of the support
-            return _Point(values, indices, None)
-        floats = {name: float(term) for name, term in terms.items()}
-        return _Point(values, indices, floats if all(map(math.isfinite, floats.values())) else None)
+            return point.evaluate(values)
+        except SymmetryError:
+            raise
+        except ValueError:  # of Pyro's validation
+            return None
 
-    def _mild_points(self, program: Program) -> list[_Point]:
+    def _spend(self, evaluations: int) -> None:
+        if self.budget < evaluations:
+            self.budget = 0
+            raise _OutOfBudget
+        self.budget -= evaluations
+
+    def _mild_points(self, program: Program) -> list[Point]:
         """Of several draws those with the smallest terms."""
-        points = [self._at(*finite_draw(program, self.dtype)) for _ in range(DRAWS)]
-        return sorted(points, key=lambda point: sum(map(abs, (point.terms or {}).values())))[:KEPT]
+        self._spend(DRAWS)
+        points = [finite_draw(program, self.dtype) for _ in range(DRAWS)]
+        return sorted(points, key=lambda point: sum(map(abs, point.joint.sums.values())))[:KEPT]
 
 
 def _evenly_spread(count: int) -> range:
