@@ -139,6 +139,6 @@ def widened(program: Program, run: Callable[[Program], Any]) -> tuple[Program, i
         try:
             wide = Program(model, program.args, program.kwargs, init_strategy=program.init_strategy)
             run(wide)
-        except Exception:  # noqa: BLE001  the model may count on its number of rows in any way
+        except Exception:  # a model may count on its number of rows in any way
             return program, work.operations
     return wide, wider.operations

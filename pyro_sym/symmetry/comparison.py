@@ -50,7 +50,7 @@ __all__ = ["NUM_DIFFERENCES", "Change", "Joint", "compared", "evaluated", "round
 Values = Mapping[str, Tensor]
 Levels = Mapping[str, float]
 
-# Relative levels that need no measurement, by the precision of a term: some 5000 and 32 units in the last place.
+# Levels that need no measurement, by the precision of a term: some 5000 and 32 units in the last place.
 FLOOR = {torch.float64: 1e-12, torch.float32: 4e-6}
 # Relative steps of the second differences, and how many there are.
 STEP = {torch.float64: 1e-11, torch.float32: 2e-6}

@@ -1,9 +1,10 @@
 r"""The evidence on which groups are judged: points, and all rows of the data. It is the same for all groups.
 
 **Elements.** A group of few generators is tried on all of them, which decides. Of many generators some are
-tried, and random elements. If a group is no symmetry, the elements that leave the log joint as it is at almost
-all points are a proper subgroup of it, of index 2 at least; a uniformly random element is outside of it with
-probability 1/2 at least. So :math:`m` of them miss a break with probability :math:`2^{-m}` at most.
+tried, and random elements. If a group is no symmetry, the elements that leave the log joint as it is at
+almost all points are a proper subgroup of it, of index 2 at least. A uniformly random element is outside of
+that subgroup with probability 1/2 at least, so :math:`m` of them miss a break with probability
+:math:`2^{-m}` at most.
 
 **Rows.** Every row of every subsampled plate is shown once, in windows of rows in random order. The windows
 are as large as the model and memory allow. Each is tried on all generators, or on as many random elements as
@@ -258,7 +259,7 @@ def unbroken(
 
 
 def _guilty(refutation: Refutation, members: list[Any]) -> list[int]:
-    """Which members' parts of an element change the log joint, in the order in which the parts are applied."""
+    """The members whose part of an element changes the log joint, when the parts are applied in turn."""
     group, point = refutation.symmetry, refutation.point
     partial = list(group.identity(point.values))
     moving = [i for i in range(len(members)) if not _equal(partial[i], refutation.element[i])]
