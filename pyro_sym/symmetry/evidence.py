@@ -29,7 +29,7 @@ from pyro_sym.symmetry.base import Element, Symmetry
 from pyro_sym.symmetry.comparison import Change, Joint, compared, evaluated, rounding_levels
 from pyro_sym.symmetry.elementary import SignFlip
 
-__all__ = ["MAX_GENERATORS", "Evidence", "Point", "Refutation", "finite_draw", "named", "unbroken"]
+__all__ = ["MAX_GENERATORS", "Evidence", "Point", "Refutation", "finite_draws", "named", "unbroken"]
 
 NUM_DRAWS = 3
 MAX_GENERATORS = 32
@@ -128,7 +128,7 @@ class Evidence:
         self.program = program
         self.dtype = dtype
         self.unseen = ""
-        self.points = [finite_draw(program, dtype) for _ in range(NUM_DRAWS)]
+        self.points = finite_draws(program, dtype)
         for point in self.points:
             _refuse_hidden_randomness(point)
         self._windows: list[Window] | None = None
@@ -183,7 +183,7 @@ class Evidence:
     def _plan(self) -> None:
         """Choose windows, and how many elements each is tried on."""
         self._wide, operations = widened(self.program, lambda program: finite_draw(program, self.dtype))
-        self._draws = [finite_draw(self._wide, self.dtype).values for _ in range(NUM_DRAWS)]
+        self._draws = [point.values for point in finite_draws(self._wide, self.dtype)]
         dealt = {
             name: blocks(plate, torch.randperm(plate.size, device=plate.device))
             for name, plate in self._wide.plates.items()
@@ -229,6 +229,19 @@ def finite_draw(program: Program, dtype: torch.dtype) -> Point:
     raise ValueError(
         "the model's log joint is not finite at any of 20 prior draws, so no symmetry can be checked"
     )
+
+
+def finite_draws(program: Program, dtype: torch.dtype) -> list[Point]:
+    """Several such points; fewer, but one at least, where they are hard to find."""
+    points: list[Point] = []
+    for _ in range(NUM_DRAWS):
+        try:
+            points.append(finite_draw(program, dtype))
+        except ValueError as error:
+            failure = error
+    if not points:
+        raise failure
+    return points
 
 
 def unbroken(

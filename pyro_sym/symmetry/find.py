@@ -21,7 +21,7 @@ from pyro_sym.program import LatentSite, Program, in_subsampled_plate, uniform_d
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.comparison import NUM_DIFFERENCES, Joint, compared, rounding_levels
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
-from pyro_sym.symmetry.evidence import MAX_GENERATORS, Evidence, Point, finite_draw, unbroken
+from pyro_sym.symmetry.evidence import MAX_GENERATORS, Evidence, Point, finite_draws, unbroken
 from pyro_sym.symmetry.model import at_best_precision
 from pyro_sym.symmetry.modules import networks
 from pyro_sym.symmetry.network import NetworkSymmetry, symmetry_of
@@ -30,8 +30,7 @@ from pyro_sym.symmetry.product import Product
 __all__ = ["find_symmetry"]
 
 MAX_EVALUATIONS = 5_000
-# Small differences are easiest to see where terms are small, so the mildest of several draws are kept.
-DRAWS, KEPT = 3, 2
+NUM_MILD = 2
 # Relative changes above are believed without a measurement of rounding.
 SURE = {torch.float64: 1e-7, torch.float32: 1e-2}
 # Searches, each of which knows the point at which what the one before has found fails.
@@ -115,7 +114,7 @@ def _find(program: Program, dtype: torch.dtype) -> Symmetry:
     evidence = Evidence(program, dtype)
     read = list(_read_off_networks(program, evidence))
     axes = [axis for axis in candidates if not any(axis.is_moved_by(group) for group in read)]
-    search = _Search(program, dtype)
+    search = _Search(evidence)
     members: list[Symmetry] = []
     for _ in range(MAX_SEARCHES):
         before, members = members, []
@@ -265,13 +264,13 @@ class _OutOfBudget(Exception):
 class _Search:
     """Grows symmetric sets of axes, counting the evaluations of the log joint."""
 
-    def __init__(self, program: Program, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, evidence: Evidence) -> None:
+        program, self.dtype = evidence.program, evidence.dtype
         self.budget = MAX_EVALUATIONS
         near_zero = Program(program.model, program.args, program.kwargs, init_strategy=_near_zero)
-        self.points = self._mild_points(program)
+        self.points = _mild(evidence.points)
         with suppress(ValueError):  # the prior alone may know where the log joint is finite
-            self.points += self._mild_points(near_zero)
+            self.points += _mild(finite_draws(near_zero, evidence.dtype))
 
     def groups(self, kind: Kind, axes: list[_Axis]) -> Iterator[Symmetry]:
         """The minimal symmetric sets, those of many units first."""
@@ -370,11 +369,10 @@ class _Search:
             raise _OutOfBudget
         self.budget -= evaluations
 
-    def _mild_points(self, program: Program) -> list[Point]:
-        """Of several draws those with the smallest terms."""
-        self._spend(DRAWS)
-        points = [finite_draw(program, self.dtype) for _ in range(DRAWS)]
-        return sorted(points, key=lambda point: sum(map(abs, point.joint.sums.values())))[:KEPT]
+
+def _mild(points: list[Point]) -> list[Point]:
+    """The points with the smallest terms, where small differences are easiest to see."""
+    return sorted(points, key=lambda point: sum(map(abs, point.joint.sums.values())))[:NUM_MILD]
 
 
 def _evenly_spread(count: int) -> range:
