@@ -108,19 +108,21 @@ class Work(TorchDispatchMode):
         return result
 
 
-def widened(program: Program, run: Callable[[Program], Any]) -> tuple[Program, int]:
+def widened(program: Program, prepare: Callable[[Program], Callable[[], Any]]) -> tuple[Program, int]:
     """The same model with more rows of its subsampled plates at a time, as far as memory allows.
 
     Args:
         program: a model with subsampled plates.
-        run: evaluates a program once; the model is widened only if that succeeds on more rows, too.
+        prepare: returns a function that evaluates a program once; the model is widened only if that succeeds
+            on more rows, too.
 
     Returns:
         The program, which is the given one if the model takes no other number of rows, and the operations of
         an evaluation.
     """
+    run = prepare(program)
     with Work() as work:
-        run(program)
+        run()
     factor = MAX_ELEMENTS / work.largest
     rows: dict[str, int] = {}
     for name, plate in program.plates.items():
@@ -135,10 +137,11 @@ def widened(program: Program, run: Callable[[Program], Any]) -> tuple[Program, i
         with showing(rows):
             return program.model(*args, **kwargs)
 
-    with Work() as wider:
-        try:
-            wide = Program(model, program.args, program.kwargs, init_strategy=program.init_strategy)
-            run(wide)
-        except Exception:  # a model may count on its number of rows in any way
-            return program, work.operations
+    try:
+        wide = Program(model, program.args, program.kwargs, init_strategy=program.init_strategy)
+        run = prepare(wide)
+        with Work() as wider:
+            run()
+    except Exception:  # a model may count on its number of rows in any way
+        return program, work.operations
     return wide, wider.operations

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,7 +183,12 @@ class Evidence:
 
     def _plan(self) -> None:
         """Choose windows, and how many elements each is tried on."""
-        self._wide, operations = widened(self.program, lambda program: finite_draw(program, self.dtype))
+
+        def prepare(program: Program) -> Callable[[], Joint]:
+            point = finite_draw(program, self.dtype)
+            return partial(point.evaluate, point.values)
+
+        self._wide, operations = widened(self.program, prepare)
         self._draws = [point.values for point in finite_draws(self._wide, self.dtype)]
         dealt = {
             name: blocks(plate, torch.randperm(plate.size, device=plate.device))
@@ -274,14 +280,14 @@ def unbroken(
 def _guilty(refutation: Refutation, members: list[Any]) -> list[int]:
     """The members whose part of an element changes the log joint, when the parts are applied in turn."""
     group, point = refutation.symmetry, refutation.point
-    partial = list(group.identity(point.values))
-    moving = [i for i in range(len(members)) if not _equal(partial[i], refutation.element[i])]
+    parts = list(group.identity(point.values))
+    moving = [i for i in range(len(members)) if not _equal(parts[i], refutation.element[i])]
     # Permutations first, signs after, as in the elements of a product.
     moving.sort(key=lambda i: isinstance(getattr(members[i], "symmetry", members[i]), SignFlip))
     guilty, here = [], point
     for i in moving:
-        partial[i] = refutation.element[i]
-        values = group.act(tuple(partial), point.values)
+        parts[i] = refutation.element[i]
+        values = group.act(tuple(parts), point.values)
         try:
             changed = here.change(values) is not None
             after = here.evaluate(values)
@@ -289,7 +295,7 @@ def _guilty(refutation: Refutation, members: list[Any]) -> list[int]:
             changed = True
         if changed:
             guilty.append(i)
-            partial[i] = group.identity(point.values)[i]
+            parts[i] = group.identity(point.values)[i]
         else:
             here = Point(point.program, values, point.indices, after)
     return guilty or moving
