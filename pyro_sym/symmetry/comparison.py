@@ -7,8 +7,9 @@ changes by more than rounding can explain,
 
     |\Delta_i| > a_i = \rho \, (1 + |\ell_i|).
 
-The elements of a term may change places, as those of exchangeable components do. A term is *unbalanced* if
-the elements that moved do not make up for each other,
+The elements of a term may change places, as those of exchangeable components do. They are compared place by
+place or in order of size, whichever moves less. A term is *unbalanced* if the elements that moved do not make
+up for each other,
 
 .. math::
 
@@ -19,7 +20,7 @@ allowances alone. So nothing that stays in place, or is in balance, lends its si
 large it is or however it is scaled.
 
 The level :math:`\rho` of a term is a small floor. Where something seems to have changed, rounding is measured
-before it is said: at values moved by a relative :math:`h` each way, the second difference
+before a change is reported: at values moved by a relative :math:`h` each way, the second difference
 
 .. math::
 
@@ -52,6 +53,9 @@ Levels = Mapping[str, float]
 
 # Levels that need no measurement, by the precision of a term: some 5000 and 32 units in the last place.
 FLOOR = {torch.float64: 1e-12, torch.float32: 4e-6}
+# But no element may change by more nats than this without a measurement, unless it is so large that this is
+# below the last few units of its precision.
+FLOOR_NATS, LAST_UNITS = 1e-6, 16
 # Relative steps of the second differences, and how many there are.
 STEP = {torch.float64: 1e-11, torch.float32: 2e-6}
 NUM_DIFFERENCES = 3
@@ -72,13 +76,16 @@ class Joint:
         self.elements = torch.cat([term.elements.reshape(-1).double() for term in self.terms.values()])
 
     @cached_property
+    def sizes(self) -> Tensor:
+        """1 + |element|, for all elements."""
+        return 1 + self.elements.abs()
+
+    @cached_property
     def allowances(self) -> Tensor:
-        """The allowances of all elements at the floor."""
-        floors = [
-            torch.full_like(term.elements, _floor(term), dtype=torch.float64).reshape(-1)
-            for term in self.terms.values()
-        ]
-        return torch.cat(floors) * (1 + self.elements.abs())
+        """What rounding may change all elements by without a measurement."""
+        counts = [term.elements.numel() for term in self.terms.values()]
+        parts = self.sizes.split(counts)
+        return torch.cat([_floor(term, part) for term, part in zip(self.terms.values(), parts, strict=True)])
 
     @cached_property
     def sums(self) -> dict[str, float]:
@@ -147,20 +154,33 @@ def compared(before: Joint, after: Joint, levels: Levels | None = None) -> Chang
     for name, term in before.terms.items():
         part = slice(start, start + term.elements.numel())
         start = part.stop
-        level = max(_floor(term), (levels or {}).get(name, 0.0))
-        own, sizes = difference[part], 1 + before.elements[part].abs()
-        moved = ~(own.abs() <= level * sizes)  # also where a change is not a number
+        allowance = before.allowances[part].maximum((levels or {}).get(name, 0.0) * before.sizes[part])
+        moved = _moved(difference[part], allowance)
         if not moved.any():
             continue
-        scale = torch.as_tensor(term.scale, dtype=torch.float64, device=own.device)
+        scale = torch.as_tensor(term.scale, dtype=torch.float64, device=difference.device)
         if scale.dim():
             scale = scale.expand(term.elements.shape).reshape(-1)[moved]
-        change = float((own[moved] * scale).sum())
-        moved_size = float((sizes[moved] * scale).sum())
-        if not abs(change) <= level * moved_size:
-            total, allowed, size = total + change, allowed + level * moved_size, size + moved_size
+        change = float((difference[part][moved] * scale).sum())
+        own = float((allowance[moved] * scale).sum())
+        if abs(change) <= own and own > FLOOR_NATS * float(scale.max()) and not scale.dim():
+            # Many elements that change places allow for more than their rounding together.
+            (first, order), second = before.elements[part].sort(), after.elements[part].sort().values
+            allowance, sorted_difference = allowance[order], second - first
+            moved = _moved(sorted_difference, allowance)
+            change = float((sorted_difference[moved] * scale).sum())
+            own = float((allowance[moved] * scale).sum())
+            size_moved = float((before.sizes[part][order][moved] * scale).sum())
+        else:
+            size_moved = float((before.sizes[part][moved] * scale).sum())
+        if not abs(change) <= own:
+            total, allowed, size = total + change, allowed + own, size + size_moved
             terms[name] = change
     return Change(total, allowed, size, terms) if terms and not abs(total) <= allowed else None
+
+
+def _moved(difference: Tensor, allowance: Tensor) -> Tensor:
+    return ~(difference.abs() <= allowance)  # also where a change is not a number
 
 
 def rounding_levels(evaluate: Callable[[dict[str, Tensor]], Joint], values: Values, joint: Joint) -> Levels:
@@ -187,7 +207,7 @@ def rounding_levels(evaluate: Callable[[dict[str, Tensor]], Joint], values: Valu
                 return {}
             second = (up.elements + down.elements - 2 * joint.elements).abs()
             seconds = seconds.maximum(second.nan_to_num(0.0, 0.0, 0.0))
-    relative = SAFETY * seconds / (1 + joint.elements.abs())
+    relative = SAFETY * seconds / joint.sizes
     counts = [term.elements.numel() for term in joint.terms.values()]
     return {
         name: float(part.max()) if part.numel() else 0.0
@@ -201,10 +221,13 @@ def _step(value: Tensor) -> Tensor:
     return STEP.get(value.dtype, STEP[torch.float32]) * value * (2 * torch.rand_like(value) - 1)
 
 
-def _floor(term: Term) -> float:
-    """The level of rounding that is always allowed."""
+def _floor(term: Term, sizes: Tensor) -> Tensor:
+    """What rounding may change elements of given sizes by without a measurement."""
     dtype = term.elements.dtype
-    return FLOOR[dtype] if dtype in FLOOR else 32 * torch.finfo(dtype).eps
+    last = LAST_UNITS * torch.finfo(dtype).eps * sizes
+    return (FLOOR.get(dtype, 2 * LAST_UNITS * torch.finfo(dtype).eps) * sizes).minimum(
+        last.clamp(min=FLOOR_NATS)
+    )
 
 
 def _refuse_other_terms(before: Joint, after: Joint) -> None:

@@ -15,9 +15,9 @@ there are operations left for it, one at least. If even that is too dear, some w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -71,9 +71,12 @@ class Point:
             ValueError: if a value is outside of the support of its site.
         """
         after = self.evaluate(values)
-        if compared(self.joint, after) is None:
-            return None
-        return compared(self.joint, after, rounding_levels(self.evaluate, self.values, self.joint))
+        return None if compared(self.joint, after) is None else compared(self.joint, after, self.levels)
+
+    @cached_property
+    def levels(self) -> Mapping[str, float]:
+        """The measured levels of rounding here, by term."""
+        return rounding_levels(self.evaluate, self.values, self.joint)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from pyro_sym.errors import SymmetryError
 from pyro_sym.program import LatentSite, Program, in_subsampled_plate, uniform_draw
 from pyro_sym.symmetry.base import Symmetry
-from pyro_sym.symmetry.comparison import NUM_DIFFERENCES, Joint, compared, rounding_levels
+from pyro_sym.symmetry.comparison import NUM_DIFFERENCES, Joint, compared
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
 from pyro_sym.symmetry.evidence import MAX_GENERATORS, Evidence, Point, finite_draws, unbroken
 from pyro_sym.symmetry.model import at_best_precision
@@ -349,8 +349,7 @@ class _Search:
         change = compared(point.joint, after)
         if change and change.relative < SURE[self.dtype]:
             self._spend(2 * NUM_DIFFERENCES)
-            levels = rounding_levels(point.evaluate, point.values, point.joint)
-            change = compared(point.joint, after, levels)
+            change = compared(point.joint, after, point.levels)
         return change.relative if change else 0.0
 
     def _evaluated(self, point: Point, values: dict[str, Tensor]) -> Joint | None:
