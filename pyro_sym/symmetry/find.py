@@ -56,8 +56,9 @@ def find_symmetry(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Symme
     two units are equal, or the one is zero. If :math:`g_C` changes the log joint there, then every symmetric
     set :math:`S \supseteq C` has an axis in :math:`B`, for :math:`g_S \theta = g_C \theta` otherwise. The
     search bisects for a small :math:`B`. One axis has to join :math:`C`; of several, each is tried; and if
-    there is none, :math:`C` is in no symmetric set. What has been grown is accepted when no generator
-    changes the log joint, where each of its terms counts relative to its own size.
+    there is none, :math:`C` is in no symmetric set. What has been grown is checked as
+    :func:`~pyro_sym.check_symmetry` does it, on all rows of the data. If it fails at a point, the search goes
+    on with that point added. A member that still fails is left out, with a warning that says where.
 
     Candidates are the axes of continuous latent sites, except those of plates that hold observed sites or
     are subsampled, and those along which supports are not exchangeable (ordered vectors, Cholesky factors).
@@ -67,6 +68,12 @@ def find_symmetry(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Symme
     Networks that the model calls, and whose parameters are sites by name (:class:`~pyro_sym.BayesianModule`),
     are read first by :func:`~pyro_sym.symmetry_of`, which knows the factors of axes, too; of their groups
     those remain that the priors don't break.
+
+    A group may move local latent sites, which lie in subsampled plates, such as the weights of documents in a
+    topic model. It is true of the model and is returned; align draws by it, for example. But
+    :class:`~pyro_sym.AutoSymmetrized` refuses it, because a minibatch does not show all that moves. Write the
+    model with the local site in a full plate and subsample a second plate of the observations, or integrate
+    the local site out; the group without that site is no symmetry.
 
     What no product of axes can say is not found: the sign of a scalar site; the exchange of sites with names
     of their own (components drawn in a loop), or of some units of an axis only; relabelling inside of blocks,
@@ -84,7 +91,7 @@ def find_symmetry(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Symme
     Returns:
         A :class:`~pyro_sym.Permutation` or :class:`~pyro_sym.SignFlip` if there is one only, and a
         :class:`~pyro_sym.Product` otherwise; ``Product()`` is the trivial group. The group of a network is a
-        :class:`~pyro_sym.NetworkSymmetry`. It has been checked as :func:`~pyro_sym.check_symmetry` does it.
+        :class:`~pyro_sym.NetworkSymmetry`.
 
     Raises:
         SymmetryError: if the log joint is random at fixed values of the latent sites.
@@ -93,7 +100,8 @@ def find_symmetry(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Symme
 
     Warns:
         UserWarning: if the search was cut short after 5000 evaluations of the log joint; it names the axes
-            that are left. If the graph of a network can't be read.
+            that are left. If the graph of a network can't be read. If a member that the search found is left
+            out, because it fails at other values. If not all rows were looked at.
 
     Example:
         >>> def mixture(y):
