@@ -32,11 +32,15 @@ class Atoms:
     Atoms that were joined form a class, and a permutation moves all of a class alike. A pinned class does not
     move. An atom may be cut into a slow and a fast part later on, and every axis that holds it is cut with
     it. Signs are not joined but constrained: each class collects sums of bits that have to be even.
+
+    A class remembers what pinned it first: the value of ``cause`` at that time. The empty cause means that
+    no units are lost by the pin: what stays is the order of inputs, of outputs, or of positions in a window.
     """
 
     sizes: list[int] = field(default_factory=list)
+    cause: str = ""
     _parents: list[int] = field(default_factory=list)
-    _pinned: set[int] = field(default_factory=set)
+    _pinned: dict[int, str] = field(default_factory=dict)
     _parts: dict[int, tuple[int, int]] = field(default_factory=dict)
     _even: set[Factor] = field(default_factory=set)
     _bits: int = 0
@@ -45,10 +49,10 @@ class Atoms:
         """An axis that moves with no other yet."""
         return (Factor(self._atom(size), signs),)
 
-    def pinned(self, size: int) -> Axis:
+    def pinned(self, size: int, cause: str | None = None) -> Axis:
         """An axis whose order is fixed."""
         axis = self.fresh(size)
-        self.pin(axis)
+        self.pin(axis, cause)
         return axis
 
     def bit(self) -> int:
@@ -72,6 +76,10 @@ class Atoms:
         """Whether the order of the class is fixed."""
         return self.find(atom) in self._pinned
 
+    def cause_of(self, atom: int) -> str:
+        """What pinned the class; empty if nothing did, or if no units are lost by it."""
+        return self._pinned.get(self.find(atom), "")
+
     def expand(self, axis: Axis) -> Axis:
         """The axis in atoms that are whole, each its class's own; those of size one left out."""
         whole: list[Factor] = []
@@ -83,10 +91,10 @@ class Atoms:
                 whole.append(Factor(root, signs))
         return tuple(whole)
 
-    def pin(self, axis: Axis) -> None:
-        """Fix the order of an axis, and its signs."""
+    def pin(self, axis: Axis, cause: str | None = None) -> None:
+        """Fix the order of an axis, and its signs; by default the cause is the present one."""
         for factor in self.expand(axis):
-            self._pinned.add(factor.atom)
+            self._pinned.setdefault(factor.atom, self.cause if cause is None else cause)
             self._require_even(factor)
 
     def unsigned(self, axis: Axis) -> Axis:
@@ -140,7 +148,7 @@ class Atoms:
             self.pin(axis)
             return ()
         chunks, inner = self.reshape([axis], [whole // size, size])
-        self.pin(chunks)
+        self.pin(chunks, cause="")  # the chunks are no units
         return inner
 
     def constraints(self) -> dict[int, list[int]]:
@@ -174,7 +182,8 @@ class Atoms:
                 self.pin(y)
                 return pairs + [(Factor(atom), Factor(atom)) for atom, _ in x]
             x, y = self.expand(x), self.expand(y)
-        assert not x and not y, f"axes of sizes {self._size(x)} and {self._size(y)} can't be aligned"
+        if x or y:
+            raise ValueError(f"axes of sizes {self.size(x)} and {self.size(y)} can't be aligned")
         return pairs
 
     def _join(self, a: int, b: int) -> None:
@@ -182,15 +191,16 @@ class Atoms:
         if a != b:
             self._parents[b] = a
             if b in self._pinned:
-                self._pinned.add(a)
+                self._pinned[a] = min(self._pinned.get(a, self._pinned[b]), self._pinned[b])  # "" comes first
 
     def _cut(self, atom: int, slow: int) -> tuple[int, int]:
         root = self.find(atom)
         parts = self._atom(slow), self._atom(self.sizes[root] // slow)
         if root in self._pinned:
-            self._pinned.update(parts)
+            self._pinned.update(dict.fromkeys(parts, self._pinned[root]))
         self._parts[root] = parts
         return parts
 
-    def _size(self, axis: Axis) -> int:
+    def size(self, axis: Axis) -> int:
+        """The number of units along an axis."""
         return math.prod(self.sizes[self.find(atom)] for atom, _ in axis)

@@ -6,21 +6,29 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from pyro_sym.errors import SymmetryError
 from pyro_sym.symmetry.base import Element, Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
 from pyro_sym.symmetry.model import default_dtype
+from pyro_sym.symmetry.precision import all_in_double, to_double
 from pyro_sym.symmetry.product import Product
-from pyro_sym.symmetry.replay import TOLERANCE, Replay
-from pyro_sym.symmetry.tracing import Factors, trace
+from pyro_sym.symmetry.replay import Replay, tolerance
+from pyro_sym.symmetry.tracing import Factors, Traced, trace
 from pyro_sym.symmetry.viewed import Viewed
+from pyro_sym.wrapping import described, how_to_wrap
 
 __all__ = ["NetworkSymmetry", "symmetry_of"]
+
+MAX_LINES = 8  # of a table, about axes that an operation pinned
+MAX_NAMES = 4  # of axes in such a line
+PLAIN = (Tensor, str, int, float, complex, torch.dtype, torch.device, type(None))
 
 
 class NetworkSymmetry(Viewed):
@@ -35,13 +43,13 @@ class NetworkSymmetry(Viewed):
         members: permutations and sign flips of the factors of axes, counted from the right.
         shapes: by site, the native shape; an axis in factors is a tuple of sizes, the slowest first.
         buffers: those sites that are buffers.
-        dropped: lines of the table that say what was left out.
+        dropped: lines of the table that say what was left out, and which operations pinned axes.
 
     Attributes:
         symmetry: the product of the members, on factors of axes.
         shapes: the sizes of the factors of each axis, by site.
         buffers: names of the buffers that move along.
-        dropped: what :meth:`restrict` has left out.
+        dropped: what :meth:`restrict` has left out, and what :func:`symmetry_of` could not move.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
@@ -224,34 +232,88 @@ def symmetry_of(
         Symmetries*, ICLR 2023. J. G. Wiese et al., *Towards Efficient MCMC Sampling in Bayesian Neural
         Networks by Exploiting Symmetry*, ECML PKDD 2023.
     """
-    twin = copy.deepcopy(net).to("cpu", torch.float64).requires_grad_(True).eval()
-    args, kwargs = tree_map(_to_double, (example_args, example_kwargs))
-    with default_dtype(torch.float64), torch.random.fork_rng(devices=[]):
-        twin(*args, **kwargs)  # an error of the network's own comes as it is
-        shapes, members = trace(twin, args, kwargs)
-        verified = _verified(members, shapes, twin, args, kwargs)
+    with torch.random.fork_rng(devices=[]):
+        twin, args, kwargs, dtype = _twin(net, example_args, example_kwargs)
+        with default_dtype(dtype):
+            traced = trace(twin, args, kwargs)
+            verified = _verified(traced, twin, args, kwargs)
+    lines = _lines(traced)
+    if traced.pinned and not verified:
+        warnings.warn(
+            f"no permutation and no sign flip was found for {type(net).__name__}; " + "; ".join(lines),
+            stacklevel=2,
+        )
     return NetworkSymmetry(
         [type(member)({prefix + site: axes for site, axes in member.axes.items()}) for member in verified],
-        {prefix + site: shape for site, shape in shapes.items()},
+        {prefix + site: shape for site, shape in traced.shapes.items()},
         [prefix + name for name, _ in net.named_buffers()],
+        lines,
     )
+
+
+def _twin(
+    net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], torch.dtype]:
+    """A copy of a network on the CPU in eval mode, with its inputs, and their dtype.
+
+    It is in double precision if it runs so, and else in the precision that it has.
+    """
+    if odd := [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, PLAIN)]:
+        raise SymmetryError(
+            f"an input of {type(net).__name__} is {described(odd[0])}; pass tensors, or tuples, lists and "
+            "dicts of them; what behaves like a dict is passed by name, as symmetry_of(net, **batch)"
+        )
+    twin = all_in_double(copy.deepcopy(net)).requires_grad_(True).eval()
+    doubles = tree_map(partial(_mapped, to_double), (args, kwargs))
+    try:
+        with default_dtype(torch.float64):
+            output = twin(*doubles[0], **doubles[1])
+        dtype = torch.float64
+    except Exception:
+        # The network is tied to its own precision. An error of another kind comes again without doubles, and
+        # is the network's own.
+        twin = copy.deepcopy(net).to("cpu").requires_grad_(True).eval()
+        doubles = tree_map(partial(_mapped, lambda tensor: tensor.detach().cpu()), (args, kwargs))
+        output = twin(*doubles[0], **doubles[1])
+        dtype = torch.get_default_dtype()
+    leaves = tree_leaves(output)
+    if not any(isinstance(x, Tensor) for x in leaves) or not all(isinstance(x, PLAIN) for x in leaves):
+        raise SymmetryError("symmetry_of needs tensors, but " + how_to_wrap(net, output))
+    return twin, *doubles, dtype
+
+
+def _lines(traced: Traced) -> list[str]:
+    """The lines of the table that say what can't be moved, and why."""
+    failed = [
+        f"left out: what {place} touches, as its rule failed ({type(error).__name__}: {error})"
+        for place, error in traced.failed.items()
+    ]
+    pinned = []
+    for (cause, size), axes in traced.pinned.items():
+        more = f" and {len(axes) - MAX_NAMES} more" if len(axes) > MAX_NAMES else ""
+        pinned.append(f"pinned by {cause}: {', '.join(axes[:MAX_NAMES])}{more} ({size} units)")
+    more = f"pinned by other operations: {len(pinned) - MAX_LINES} more sets of axes"
+    return [*failed, *pinned[:MAX_LINES], *([more] if len(pinned) > MAX_LINES else [])]
 
 
 @torch.no_grad()
 def _verified(
-    members: list[Permutation | SignFlip],
-    shapes: Factors,
-    twin: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    traced: Traced, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Permutation | SignFlip]:
-    """Those members under which the network does not change."""
+    """Those members under which the network does not change; a warning names what was left out."""
+    for place, error in traced.failed.items():
+        warnings.warn(
+            f"the rule for {place} of {type(twin).__name__} failed ({type(error).__name__}: {error}); what it "
+            "touches is not moved. Please report this network to the authors of pyro_sym",
+            stacklevel=3,
+        )
     replay = Replay(twin, args, kwargs)
+    allowed = tolerance(traced.dtypes)
     verified = []
-    for member in members:
-        candidate = NetworkSymmetry([member], {site: shapes[site] for site in member.axes})
+    for member in traced.members:
+        candidate = NetworkSymmetry([member], {site: traced.shapes[site] for site in member.axes})
         change = replay.change(candidate, _not_the_identity(candidate, replay.values))
-        if change <= TOLERANCE:
+        if change <= allowed:
             verified.append(member)
         else:
             warnings.warn(
@@ -275,7 +337,5 @@ def _name(member: Symmetry, size: int) -> str:
     return f"S_{size}" if isinstance(member, Permutation) else f"{{±1}}^{size}"
 
 
-def _to_double(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.detach().to("cpu", torch.float64 if leaf.is_floating_point() else leaf.dtype)
+def _mapped(convert: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+    return convert(leaf) if isinstance(leaf, Tensor) else leaf

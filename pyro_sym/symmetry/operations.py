@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+
 from pyro_sym.symmetry.atoms import Atoms, Axis
 
 __all__ = ["RULES", "STRUCTURAL", "Axes", "Operand", "Operation", "Rule", "pointwise"]
@@ -72,13 +74,20 @@ Combine = Callable[[Atoms, Axis, Axis], Axis]
 
 
 def broadcast(op: Operation, operands: Sequence[Operand], combine: Combine) -> list[Axis]:
-    """Axes of a result to which operands are broadcast, where operands that have an axis combine theirs."""
+    """Axes of a result to which operands are broadcast, where operands that have an axis combine theirs.
+
+    Along an axis that no operand has, as where scalars fill a tensor, the result is constant: any order of it
+    is the same.
+    """
     result: list[Axis] = []
     for j, size in enumerate(op.shape):
         offsets = [j - len(op.shape) + len(x.shape) for x in operands]
         having = [x.axes[i] for x, i in zip(operands, offsets, strict=True) if i >= 0 and x.shape[i] == size]
-        axis = having[0] if having and size > 1 else ()
-        for other in having[1:] if size > 1 else ():
+        if size == 1:
+            result.append(())
+            continue
+        axis = having[0] if having else op.atoms.fresh(size)
+        for other in having[1:]:
             axis = combine(op.atoms, axis, other)
         result.append(axis)
     return result
@@ -110,7 +119,7 @@ def _sum(op: Operation) -> Axes:
     other = op["other"]
     if isinstance(other, Operand):
         return total(op, [op["self"], other])
-    return total(op, [op["self"], Operand((), [], float(other))])
+    return total(op, [op["self"], Operand((), (), other)])
 
 
 @rule("mul", "div")
@@ -163,7 +172,11 @@ def _clamp(op: Operation) -> Axes:
 
 @rule("_to_copy")
 def _convert(op: Operation) -> Axes:
-    return _odd(op) if op["dtype"] is None or op["dtype"].is_floating_point else pointwise(op)
+    # Rounding is odd, and so is the truncation of numbers to integers; whether a number is zero is even.
+    dtype = op["dtype"]
+    if dtype == torch.bool:
+        return _even(op)
+    return pointwise(op) if dtype is not None and not dtype.is_signed else _odd(op)
 
 
 @rule("where")
@@ -265,7 +278,7 @@ def _cat(op: Operation) -> Axes:
 
 def _repeated(op: Operation, inner: Axis, length: int, size: int) -> Axis:
     """The axis of chunks in a fixed order, their units as in ``inner``."""
-    return op.atoms.pinned(length // size) + inner
+    return op.atoms.pinned(length // size, cause="" if size > 1 else None) + inner
 
 
 @rule("flip", "roll", "cumsum", "constant_pad_nd", "index_select")
@@ -323,7 +336,7 @@ def _index(op: Operation) -> Axes:
 def _embedding(op: Operation) -> Axes:
     pin_all(op, op["indices"])
     rows, dim = op["weight"].axes
-    op.atoms.pin(rows)
+    op.atoms.pin(rows, cause="")  # rows of a table are no units
     return [*(op.atoms.pinned(size) for size in op["indices"].shape), dim]
 
 
@@ -389,8 +402,10 @@ def _convolution(op: Operation) -> Axes:
     w_slow, w_fast = op.atoms.reshape(w.axes[:1], [groups, w.shape[0] // groups])
     inner, outer = (w_fast, w.axes[1]) if op["transposed"] else (w.axes[1], w_fast)
     op.atoms.equal(fast, inner)
-    for axis in (*x.axes[2:], *w.axes[2:]):
+    for axis in x.axes[2:]:
         op.atoms.pin(axis)
+    for axis in w.axes[2:]:
+        op.atoms.pin(axis, cause="")  # positions in the window are no units
     spatial = [op.atoms.pinned(size) for size in op.shape[2:]]
     axes = [x.axes[0], op.atoms.multiply(slow, w_slow) + tuple(outer), *spatial]
     return _plus_channels(op, axes, op["bias"])

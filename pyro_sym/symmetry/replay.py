@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,9 +14,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pyro_sym.errors import SymmetryError
 from pyro_sym.symmetry.base import Symmetry, Values
 
-__all__ = ["TOLERANCE", "Replay"]
+__all__ = ["Replay", "tolerance"]
 
-TOLERANCE = 1e-9  # of the largest output; sums in another order differ by some 1e-15 of it
+# Of the largest output. In float64 sums in another order differ by some 1e-15 of it.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2}
+
+
+def tolerance(dtypes: Iterable[torch.dtype]) -> float:
+    """How much of the largest output may change where a network computes in these dtypes."""
+    return max((TOLERANCES.get(dtype, 0.1) for dtype in dtypes), default=TOLERANCES[torch.float64])
 
 
 class Replay:

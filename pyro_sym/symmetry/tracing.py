@@ -6,6 +6,7 @@ import math
 import operator
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -18,10 +19,30 @@ from pyro_sym.symmetry.atoms import Atoms, Factor
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
 from pyro_sym.symmetry.operations import RULES, STRUCTURAL, Operand, Operation, pointwise
 
-__all__ = ["Factors", "trace"]
+__all__ = ["Factors", "Traced", "trace"]
 
 Factors = dict[str, tuple[tuple[int, ...], ...]]
 """By parameter or buffer, the sizes of the factors of each axis."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a graph says of the symmetries of its module.
+
+    Attributes:
+        shapes: the factors of the axes of all parameters and buffers that move.
+        members: the permutations and sign flips that move them.
+        pinned: by (cause, number of units), the axes that an operation keeps in order.
+        failed: by operation and module, the error that its rule raised.
+        dtypes: of the floating-point tensors in the graph.
+    """
+
+    shapes: Factors
+    members: list[Permutation | SignFlip]
+    pinned: dict[tuple[str, int], list[str]]
+    failed: dict[str, Exception]
+    dtypes: frozenset[torch.dtype]
+
 
 FILLS = {"zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones": 1.0, "ones_like": 1.0, "new_ones": 1.0}
 FILLED = {"full": "fill_value", "full_like": "fill_value", "new_full": "fill_value", "scalar_tensor": "s"}
@@ -33,9 +54,7 @@ BY_HAND = (
 MAX_COMBINED = 8  # independent sign flips of one class, up to which all their combinations are looked at
 
 
-def trace(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Factors, list[Permutation | SignFlip]]:
+def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """The symmetries of a module in eval mode, on factors of the axes of its parameters and buffers."""
     with warnings.catch_warnings(), torch.enable_grad():  # without gradients, attention takes a fused path
         warnings.simplefilter("ignore")
@@ -59,6 +78,8 @@ class _Walk:
         self.state: dict[str, Operand] = {}  # parameters and buffers by name, a shared one by its first
         self.bits: dict[int, tuple[str, int]] = {}  # the sign of an axis of one of them
         self.results: dict[fx.Node, list[Operand]] = {}
+        self.failed: dict[str, Exception] = {}
+        self.dtypes: set[torch.dtype] = set()
         self.buffers = {name for name, _ in module.named_buffers()}
         signature = program.graph_signature
         self.names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
@@ -68,22 +89,31 @@ class _Walk:
             for named in (module.named_parameters, module.named_buffers)
             for name, tensor in named(remove_duplicate=False)
         }
+        self.constants = signature.inputs_to_lifted_tensor_constants
         for node in program.graph.nodes:
+            self.atoms.cause = ""  # the order of inputs and outputs is no loss
+            self.dtypes |= _floating(node)
             if node.op == "placeholder":
                 self.results[node] = self._input(node)
             elif node.op == "output":
                 self._pin_arguments(node)
             elif node.target is operator.getitem:
-                self.results[node] = [self._item(*node.args)]
+                self.atoms.cause = _place(node.args[0])
+                self.results[node] = self._item(node)
+            elif node.op == "call_function":
+                self.atoms.cause = _place(node)
+                self.results[node] = self._call(node)
             else:
-                self.results[node] = self._call(node) if node.op == "call_function" else []
+                self.results[node] = []
 
     def _input(self, node: fx.Node) -> list[Operand]:
         name = self.first_names.get(self.names.get(node.name, ""))
         if name is None:
+            self.atoms.cause = f"a constant, {self.constants[node.name]}" if node.name in self.constants else ""
             return self._pinned(node)
         if name not in self.state:
             movable = node.users and (name not in self.buffers or _is_statistic(node))
+            self.atoms.cause = f"buffer {name}" if name in self.buffers else ""
             (self.state[name],) = self._movable(name, node) if movable else self._pinned(node)
         return [self.state[name]]
 
@@ -114,18 +144,35 @@ class _Walk:
             for axis in (axis for operand in result if operand.fill is None for axis in operand.axes):
                 self.atoms.pin(axis)
 
-    def _item(self, source: Any, index: Any) -> Operand:
+    def _item(self, node: fx.Node) -> list[Operand]:
+        source: Any
+        source, index = node.args
         if index < len(self.results[source]):
-            return self.results[source][index]
+            return [self.results[source][index]]
         self._pin_arguments(source)  # no rule says how this result moves
-        return self._pinned(source)[index]
+        return self._pinned(node)
 
     def _call(self, node: fx.Node) -> list[Operand]:
-        shapes = _shapes(node)
-        target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or not shapes:
+        if _asserts(node):
+            return []
+        try:
+            found = self._by_rule(node)
+            for x in found:
+                if [self.atoms.size(axis) for axis in x.axes] != list(x.shape) and x.fill is None:
+                    raise ValueError(f"the rule gives axes {x.axes} to a result of shape {x.shape}")
+        except Exception as error:  # a rule must not end the search, whatever it meets
+            self.failed.setdefault(self.atoms.cause, error)
+            found = []
+        if not found:
             self._pin_arguments(node)
             return self._pinned(node)
+        return found
+
+    def _by_rule(self, node: fx.Node) -> list[Operand]:
+        """The results of an operation, or the first of them; none if there is no rule for it."""
+        shapes, target = _shapes(node), node.target
+        if not isinstance(target, torch._ops.OpOverload) or not shapes:
+            return []
         schema = target._schema
         name = schema.name.removeprefix("aten::")
         arguments = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
@@ -135,9 +182,9 @@ class _Walk:
         elementwise = (
             torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
         )
-        if name in FILLS or name in FILLED:
-            fill = FILLS[name] if name in FILLS else float(op[FILLED[name]])
-            return [Operand(shape, (), fill) for shape in shapes]
+        fill = FILLS[name] if name in FILLS else op[FILLED[name]] if name in FILLED else None
+        if isinstance(fill, int | float):
+            return [Operand(shape, (), float(fill)) for shape in shapes]
         if (
             op.operands
             and all(x.fill is not None for x in op.operands)
@@ -147,8 +194,7 @@ class _Walk:
             return [Operand(shape, (), kept) for shape in shapes]
         rule = RULES.get(name, pointwise if elementwise else None)
         if rule is None:
-            self._pin_arguments(node)
-            return self._pinned(node)
+            return []
         axes: Any = rule(op)
         several = axes if isinstance(node.meta["val"], tuple | list) else [axes]
         found = [Operand(shape, each) for shape, each in zip(shapes, several, strict=False)]
@@ -157,8 +203,8 @@ class _Walk:
 
     # What the walk has found ------------------------------------------------------------------------------
 
-    def found(self) -> tuple[Factors, list[Permutation | SignFlip]]:
-        """Factors of the axes that move, and the permutations and sign flips that move them."""
+    def found(self) -> Traced:
+        """What moves, and what keeps the rest in its place."""
         axes = {name: [self.atoms.expand(axis) for axis in x.axes] for name, x in self.state.items()}
         where: dict[int, list[tuple[str, int]]] = {}
         for name, several in axes.items():
@@ -198,7 +244,18 @@ class _Walk:
                 members.append(Permutation(table(atom, places)))
             members += [SignFlip(table(atom, flipped)) for flipped in flips[atom]]
         moved = {name for member in members for name in member.axes}
-        return {name: shape for name, shape in shapes.items() if name in moved}, members
+        shapes = {name: shape for name, shape in shapes.items() if name in moved}
+        return Traced(shapes, members, self._lost(where), self.failed, frozenset(self.dtypes))
+
+    def _lost(self, where: dict[int, list[tuple[str, int]]]) -> dict[tuple[str, int], list[str]]:
+        """By cause and number of units, the axes of parameters that an operation pinned."""
+        lost: dict[tuple[str, int], list[str]] = {}
+        for atom, places in where.items():
+            if cause := self.atoms.cause_of(atom):
+                axes = [f"{name}[{k}]" for name, k in dict.fromkeys(places) if name not in self.buffers]
+                if axes:
+                    lost.setdefault((cause, self.atoms.sizes[atom]), []).extend(axes)
+        return lost
 
     def _flips(self, places: list[tuple[str, int]], constraints: list[int]) -> list[list[tuple[str, int]]]:
         """Sets of axes that flip together, no two with an axis in common; first those without buffers."""
@@ -256,6 +313,27 @@ def _shapes(node: fx.Node) -> list[tuple[int, ...]]:
                 "it can't be followed. " + BY_HAND
             )
     return shapes
+
+
+def _asserts(node: fx.Node) -> bool:
+    """Whether a node only checks something: it returns nothing, and changes nothing."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not schema.returns and not schema.is_mutable
+
+
+def _place(node: fx.Node) -> str:
+    """An operation, and the module that calls it."""
+    name = getattr(node.target, "_opname", None) or getattr(node.target, "__name__", str(node.target))
+    stack = node.meta.get("nn_module_stack") or {}
+    path, _ = list(stack.values())[-1] if stack else ("", None)
+    return f"{name} in {path}" if path else name
+
+
+def _floating(node: fx.Node) -> set[torch.dtype]:
+    """The floating-point dtypes of a node's results."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else [value]
+    return {v.dtype for v in values if isinstance(v, Tensor) and v.dtype.is_floating_point}
 
 
 def _is_statistic(buffer: fx.Node) -> bool:
