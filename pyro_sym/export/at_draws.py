@@ -9,7 +9,7 @@ import pyro
 import torch
 from torch import Tensor
 
-__all__ = ["at_draws"]
+__all__ = ["at_draws", "at_finite_draws"]
 
 Function = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 Values = Mapping[str, Tensor]
@@ -43,6 +43,38 @@ def at_draws(function: Function, draws: Values, chunk_size: int | None) -> dict[
                 stacklevel=2,
             )
             return _one_by_one(function, draws)
+
+
+def at_finite_draws(
+    function: Callable[[Values], dict[str, Tensor]], draws: Values
+) -> dict[str, Tensor]:
+    """Evaluate a function of several draws at those that are finite; the others have NaN for values.
+
+    Args:
+        function: takes draws by name, of shape ``(K, *shape)``, and returns tensors by name, of shape
+            ``(K, *shape)``.
+        draws: values by name, of shape ``(M, *shape)``.
+
+    Returns:
+        Tensors by name, of shape ``(M, *shape)``; nothing if no draw is finite.
+    """
+    finite = torch.stack(
+        [value.isfinite().reshape(len(value), -1).all(-1).cpu() for value in draws.values()]
+    ).all(0)
+    if finite.all():
+        return function(draws)
+    if not finite.any():
+        return {}
+    values = function({name: value[finite] for name, value in draws.items()})
+    return {name: _spread(value, finite) for name, value in values.items()}
+
+
+def _spread(value: Tensor, where: Tensor) -> Tensor:
+    """Values of some draws among those of all, of which the others have none."""
+    whole = torch.full((len(where), *value.shape[1:]), torch.nan, device=value.device)
+    whole = whole.to(value.dtype) if value.is_floating_point() else whole  # (M, *shape)
+    whole[where] = value.to(whole.dtype)
+    return whole
 
 
 def _by_chunks(function: Function, draws: Values, chunk_size: int) -> dict[str, Tensor]:

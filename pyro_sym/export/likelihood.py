@@ -11,9 +11,10 @@ from torch import Tensor
 
 from pyro_sym.export.at_draws import at_draws
 from pyro_sym.export.rows import Window, Windows, windows
-from pyro_sym.export.sites import stochastic, unseen
+from pyro_sym.export.sites import unseen
 from pyro_sym.export.terms import Data, Term, picks_rows, terms_of
-from pyro_sym.program import Program, in_subsampled_plate
+from pyro_sym.fixed import fixed_parameters
+from pyro_sym.program import Program, base_of, in_subsampled_plate, is_data
 
 __all__ = ["Likelihood", "log_likelihood"]
 
@@ -127,6 +128,7 @@ class Likelihood:
     ) -> None:
         self._held = _Held(model, draw)
         with unseen(), pyro.validation_enabled(False):
+            self._no_data = draw.keys() | fixed_parameters(model, args, kwargs, draw)
             self._program = Program(self._held, args, kwargs)
             if self._program.latents:
                 raise ValueError(
@@ -161,15 +163,15 @@ class Likelihood:
         self._numel = 1
         for window in windows(self._program.plates):
             trace = self._program.trace({}, window)
-            for name, site in stochastic(trace):
-                if name in self._held.draw or not in_subsampled_plate(site["cond_indep_stack"]):
+            for name, site in trace.nodes.items():
+                if not is_data(site) or name in self._no_data:
                     continue
-                if site["is_observed"] and not picks_rows(site, window, seen):
+                if in_subsampled_plate(site["cond_indep_stack"]) and not picks_rows(site, window, seen):
                     raise ValueError(
                         f"site {name!r} shows some rows of a subsampled plate, and the model's arguments say "
                         "which, not the plate; pass args and kwargs with all rows"
                     )
-            terms = list(terms_of(trace, self._held.draw.keys()))
+            terms = list(terms_of(trace, self._no_data))
             self._numel = max(self._numel, sum(term.log_prob.numel() for term in terms))
             for term in terms:
                 frames[term.name] = term.data.frames
@@ -179,4 +181,4 @@ class Likelihood:
 
     def _terms(self, draw: Values, window: Window) -> Iterator[Term]:
         self._held.draw = draw
-        return terms_of(self._program.trace({}, window), draw.keys())
+        return terms_of(self._program.trace({}, window), self._no_data)
