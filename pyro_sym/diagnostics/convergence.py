@@ -96,12 +96,15 @@ class Draws:
         return torch.from_numpy(dataset(self.data, group)[site.replace("/", ".")].values[self.chains])
 
 
-def convergence(draws: Draws, functions: Collection[str]) -> pd.DataFrame:
+def convergence(
+    draws: Draws, functions: Collection[str], deterministic: Collection[str] = ()
+) -> pd.DataFrame:
     """R-hat and effective sample sizes, the worst of each variable.
 
     Args:
         draws: what to look at.
         functions: the variables that are functions of draws, not sites.
+        deterministic: the variables that are deterministic sites.
 
     Returns:
         A table by variable.
@@ -109,7 +112,8 @@ def convergence(draws: Draws, functions: Collection[str]) -> pd.DataFrame:
     import pandas as pd
 
     table = pd.DataFrame(index=pd.Index(list(draws.raw), name="variable"))
-    table["kind"] = ["function" if name in functions else "site" for name in draws.raw]
+    kinds = dict.fromkeys(deterministic, "deterministic") | dict.fromkeys(functions, "function")
+    table["kind"] = [kinds.get(name, "site") for name in draws.raw]
     table["size"] = [draws.sizes[name] for name in draws.raw]
     table["looked_at"] = [value.shape[-1] for value in draws.raw.values()]
     raw = _diagnosed(draws.raw)

@@ -12,7 +12,12 @@ from torch import Tensor
 from pyro_sym.diagnostics.convergence import Draws, convergence
 from pyro_sym.diagnostics.distance import distance_to_copy, distance_to_mode
 from pyro_sym.diagnostics.labels import confidence, relabelling
-from pyro_sym.diagnostics.settings import function_names, kernel_temperature, unconstrained_sizes
+from pyro_sym.diagnostics.settings import (
+    deterministic_names,
+    function_names,
+    kernel_temperature,
+    unconstrained_sizes,
+)
 from pyro_sym.diagnostics.stein import SteinDiscrepancy
 from pyro_sym.diagnostics.temperatures import temperatures
 from pyro_sym.infer.autoguide import SymmetryGain
@@ -39,9 +44,9 @@ class Report:
     """Tables of a run, one beside the other; ``print`` shows them, and so does a notebook.
 
     Attributes:
-        convergence: by variable, its ``kind`` (``site`` or ``function``), number of coordinates (``size``)
-            and how many were ``looked_at``; over these the largest ``r_hat`` and its median, and the smallest
-            ``ess_bulk`` and ``ess_tail``, each of the raw draws and, with the ending ``_aligned``, of the
+        convergence: by variable, its ``kind`` (``site``, ``deterministic`` or ``function``), number of
+            coordinates (``size``) and how many were ``looked_at``; over these the largest ``r_hat`` and its
+            median, and the smallest ``ess_bulk`` and ``ess_tail``, each of the raw draws and, with the ending ``_aligned``, of the
             aligned ones.
         temperatures: by site, the ``target``, the mean of ``kinetic`` and ``configurational`` temperature
             over draws, the band of each (``_low``, ``_high``) and whether it is ``_inside``.
@@ -152,7 +157,7 @@ def report(
     draws = Draws.of(data, var_names, max_coordinates)
     target = temperature if temperature is not None else kernel_temperature(data)
     tables = {
-        "convergence": convergence(draws, function_names(data)),
+        "convergence": convergence(draws, function_names(data), deterministic_names(data)),
         "temperatures": temperatures(draws, target, unconstrained_sizes(data), probability),
         "relabelling": relabelling(draws),
         "confidence": confidence(draws),

@@ -47,16 +47,18 @@ def allocation_probabilities(
     Args:
         model: a Pyro model.
         args: its positional arguments.
-        kwargs: its keyword arguments.
+        kwargs: its keyword arguments, as a dict.
         site: the discrete latent site, or the observed mixture; by default all enumerable latent sites, or,
             if there are none, all observed mixtures, behind one another.
 
     Returns:
         A function from constrained values by latent site, of shape ``(m, *shape)``, to probabilities of shape
         ``(m, N, K)``; all plates are flattened to one. All these draws are evaluated at once, by
-        ``torch.func.vmap``, where the model allows.
+        ``torch.func.vmap``, where the model allows. Draws of other shapes, or a site without draws, are a
+        ``ValueError``.
 
     Raises:
+        TypeError: if ``args`` is no tuple or list, or ``kwargs`` no dict.
         ValueError: if the model has no such site, the sites disagree on the number of components, or a plate
             shows a part of its rows only.
 
@@ -72,6 +74,13 @@ def allocation_probabilities(
                  [1., 0.],
                  [0., 1.]]])
     """
+    if not isinstance(args, tuple | list) or not isinstance(kwargs, Mapping | None):
+        raise TypeError(
+            f"args is a {type(args).__name__} and kwargs a {type(kwargs).__name__}, where a tuple and a dict "
+            "with the model's arguments are expected; draws go to the function that is returned, as in "
+            "allocation_probabilities(model, (x,))(draws)"
+        )
+    args = tuple(args)
     with unseen(), pyro.validation_enabled(False):
         program = Program(model, args, kwargs)
         _refuse_subsampled(program)
@@ -93,7 +102,20 @@ def allocation_probabilities(
         return {"p": _joined(_marginals(program, draw, {name: nodes[name] for name in sites}))}
 
     def probabilities(draws: Mapping[str, Tensor]) -> Tensor:
-        latents = {name: draws[name] for name in program.latents}
+        latents = {}
+        for name, latent in program.latents.items():
+            shape = tuple(latent.value.shape)
+            if name not in draws:
+                raise ValueError(
+                    f"there are no draws of the latent site {name!r}, but of {list(draws)}; pass those of "
+                    f"{list(program.latents)}"
+                )
+            if tuple(draws[name].shape[1:]) != shape:
+                raise ValueError(
+                    f"draws of site {name!r} have shape {tuple(draws[name].shape)}, where (m, *shape) with "
+                    f"shape {shape} is expected; flatten a dim of chains into that of the draws"
+                )
+            latents[name] = draws[name]
         with unseen():
             return at_draws(one, latents, len(next(iter(latents.values()))))["p"]
 

@@ -122,9 +122,9 @@ def from_pyro(
         An ``arviz.InferenceData`` with ArviZ 0.23, an ``xarray.DataTree`` with ArviZ 1.x.
 
     Raises:
-        ValueError: if there are no draws, ``deterministic`` names what is none of the model's, a dim would have two sizes or the name of a variable, names clash,
-            a statistic is not one value a draw, or something asked for needs a model or rows that aren't
-            there.
+        ValueError: if there are no draws, ``deterministic`` names what is none of the model's sites, a dim
+            would have two sizes or the name of a variable, names clash, a statistic is not one value a draw,
+            data can't be simulated, or something asked for needs a model or rows that aren't there.
         TypeError: if ``mcmc`` keeps no draws, a function returns no tensor, a variable is complex, or
             ``log_likelihood`` is no truth value.
         SymmetryError: if the symmetry can't act on the draws.

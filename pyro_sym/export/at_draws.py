@@ -45,9 +45,7 @@ def at_draws(function: Function, draws: Values, chunk_size: int | None) -> dict[
             return _one_by_one(function, draws)
 
 
-def at_finite_draws(
-    function: Callable[[Values], dict[str, Tensor]], draws: Values
-) -> dict[str, Tensor]:
+def at_finite_draws(function: Callable[[Values], dict[str, Tensor]], draws: Values) -> dict[str, Tensor]:
     """Evaluate a function of several draws at those that are finite; the others have NaN for values.
 
     Args:

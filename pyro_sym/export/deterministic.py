@@ -142,7 +142,9 @@ class Deterministic:
             for window in windows(plates):
                 sites: dict[str, Any] = {}
 
-                def one(draw: dict[str, Tensor], window: Any = window, sites: Any = sites) -> dict[str, Tensor]:
+                def one(
+                    draw: dict[str, Tensor], window: Any = window, sites: Any = sites
+                ) -> dict[str, Tensor]:
                     nodes = self._run(draw, window, self.args).nodes
                     sites.update({name: nodes[name] for name in wanted})
                     return {name: torch.as_tensor(nodes[name]["value"]) for name in wanted}

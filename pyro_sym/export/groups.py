@@ -136,8 +136,8 @@ def _wanted(model: Model | None, request: Request) -> list[str]:
     for name in names:
         if name in model.deterministic.left_out:
             raise ValueError(
-                f"the deterministic site {name!r} has not one value a draw: it depends on sites without draws "
-                "or on the rows that the model happens to show. Leave it out of deterministic"
+                f"the deterministic site {name!r} has not one value a draw: it depends on sites without "
+                "draws, or on the rows that the model happens to show; leave it out of deterministic"
             )
         if name not in model.deterministic.sites:
             raise ValueError(
@@ -151,7 +151,9 @@ def _left_out(model: Model, request: Request) -> list[str]:
     """The deterministic sites that can't be computed, or only at a cost that nobody asked for."""
     if request.deterministic is not True:
         return []
-    rows = [name for name in model.deterministic.in_subsampled_plates if name not in (request.functions or {})]
+    rows = [
+        name for name in model.deterministic.in_subsampled_plates if name not in (request.functions or {})
+    ]
     if rows:
         warnings.warn(
             f"the deterministic sites {rows} have a value for every row of a subsampled plate at every draw, "
@@ -211,6 +213,7 @@ def _log_likelihood(fit: Fit, model: Model, first: dict[str, Tensor]) -> Group:
             "and kwargs with all rows"
         )
     likelihood = Likelihood(model.program, first, fit.args, fit.kwargs)
+    likelihood.warn_of_factors(stacklevel=5)
     values = likelihood.at({name: value.flatten(0, 1) for name, value in fit.draws.items()})
     lead = next(iter(fit.draws.values())).shape[:2]
     group = {}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pyro
 from pyro import poutine
+from pyro.distributions import Unit
 from torch import Tensor
 
 from pyro_sym.export.at_draws import at_draws
@@ -50,7 +52,8 @@ def log_likelihood(
     * A subsampled plate is shown window after window, so that the result covers all its rows.
     * Masked entries are NaN: they are no data. (The exporter drops them.) In a joint term masked parts count
       nothing.
-    * Factors and deterministic sites are no data either.
+    * Factors and deterministic sites are no data either, and neither are parameters at values that
+      ``poutine.condition`` fixes (sites whose density does not depend on the latent ones).
 
     Draws are evaluated many at once, by ``torch.func.vmap``, or one by one, with a warning, where the model's
     control flow depends on their values. Random state and handlers outside are left alone.
@@ -71,6 +74,10 @@ def log_likelihood(
         ValueError: if a latent site has no draws and can't be summed out, or the rows of a subsampled plate
             are chosen by the model's arguments rather than by the plate.
 
+    Warns:
+        UserWarning: if the model has no data, so that the result is empty, or if it has ``pyro.factor`` s in
+            plates of data, which may be a part of the likelihood and are not in the result.
+
     Example:
         >>> def model(y):
         ...     loc = pyro.sample("loc", dist.Normal(0.0, 10.0))
@@ -88,7 +95,9 @@ def log_likelihood(
     if not flat:
         raise ValueError("there are no draws: draws is empty")
     first = {name: value[0] for name, value in flat.items()}
-    terms = Likelihood(model, first, args, kwargs).at(flat, chunk_size)
+    likelihood = Likelihood(model, first, args, kwargs)
+    likelihood.warn_of_factors(stacklevel=3)
+    terms = likelihood.at(flat, chunk_size)
     lead = next(iter(draws.values())).shape[:sample_ndim]
     return {name: term.reshape(*lead, *term.shape[1:]) for name, term in terms.items()}
 
@@ -156,14 +165,36 @@ class Likelihood:
                     whole.put(name, part, frames[name], window)
         return whole.values
 
+    def warn_of_factors(self, stacklevel: int) -> None:
+        """Say what of the likelihood is not in the terms."""
+        if not self.data:
+            factors = f", and its factors {list(self._factors)} are no data" if self._factors else ""
+            warnings.warn(
+                f"the model has no observed sites{factors}, so that there is no log likelihood by datum; "
+                "observe data by pyro.sample(..., obs=...), if need be with a distribution of your own, whose "
+                "log_prob is the factor",
+                stacklevel=stacklevel,
+            )
+            return
+        plates = {frame.name for data in self.data.values() for frame in data.frames}
+        if among := [name for name, inside in self._factors.items() if inside & plates]:
+            warnings.warn(
+                f"the factors {among} lie in plates of data, and are not in the log likelihood; observe data "
+                "by pyro.sample(..., obs=...) if they are a part of it",
+                stacklevel=stacklevel,
+            )
+
     def _look(self) -> dict[str, Data]:
         """See at one draw what there is, and that the rows shown are those asked for."""
         whole, frames = Windows(), {}
         seen: dict[str, Tensor] = {}
         self._numel = 1
+        self._factors: dict[str, set[str]] = {}  # their plates, by name
         for window in windows(self._program.plates):
             trace = self._program.trace({}, window)
             for name, site in trace.nodes.items():
+                if site["type"] == "sample" and isinstance(base_of(site["fn"]), Unit):
+                    self._factors[name] = {frame.name for frame in site["cond_indep_stack"]}
                 if not is_data(site) or name in self._no_data:
                     continue
                 if in_subsampled_plate(site["cond_indep_stack"]) and not picks_rows(site, window, seen):

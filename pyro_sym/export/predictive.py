@@ -64,7 +64,9 @@ def predict(
                 anew = _DataAnew({*fixed, *draw})
                 with GivenIndices(window):
                     trace = traced(poutine.condition(anew(model), data=draw), args, kwargs)
-                shown = {n: s for n, s in variables(trace) if n in anew.names or (n in also and n not in draw)}
+                shown = {
+                    n: s for n, s in variables(trace) if n in anew.names or (n in also and n not in draw)
+                }
                 values = {name: torch.as_tensor(site["value"]) for name, site in shown.items()}
                 for name, site in shown.items():
                     event_dim = event_dim_of(site, tuple(values[name].shape))
