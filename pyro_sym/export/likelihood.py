@@ -171,7 +171,7 @@ class Likelihood:
             factors = f", and its factors {list(self._factors)} are no data" if self._factors else ""
             warnings.warn(
                 f"the model has no observed sites{factors}, so that there is no log likelihood by datum; "
-                "observe data by pyro.sample(..., obs=...), if need be with a distribution of your own, whose "
+                "observe data by pyro.sample(..., obs=...), if need be with a distribution of your own whose "
                 "log_prob is the factor",
                 stacklevel=stacklevel,
             )
