@@ -14,7 +14,8 @@ from torch import Tensor
 from pyro_sym.export.at_draws import at_draws
 from pyro_sym.export.log_sum import LogSum
 from pyro_sym.export.sites import unseen
-from pyro_sym.program import Program, marginal_terms
+from pyro_sym.fixed import fixed_parameters
+from pyro_sym.program import Program, is_data, marginal_terms
 
 __all__ = ["allocation_probabilities"]
 
@@ -85,7 +86,8 @@ def allocation_probabilities(
         program = Program(model, args, kwargs)
         _refuse_subsampled(program)
         nodes = program.trace({name: latent.value for name, latent in program.latents.items()}).nodes
-    mixtures = [name for name, node in nodes.items() if node["type"] == "sample" and _is_mixture(node)]
+        no_data = {*program.latents, *fixed_parameters(model, args, kwargs)}
+    mixtures = [name for name, node in nodes.items() if _is_observed_mixture(node) and name not in no_data]
     sites = [site] if site is not None else list(program.enumerated) or mixtures
     if not sites or not set(sites) <= {*program.enumerated, *mixtures}:
         raise ValueError(
@@ -144,8 +146,8 @@ def _marginals(program: Program, draw: Mapping[str, Tensor], nodes: Mapping[str,
     return [_by_datum(gradients[name], node) for name, node in nodes.items()]
 
 
-def _is_mixture(node: Any) -> bool:
-    return node["is_observed"] and isinstance(node["fn"], torch_dist.MixtureSameFamily)
+def _is_observed_mixture(node: Any) -> bool:
+    return is_data(node) and isinstance(node["fn"], torch_dist.MixtureSameFamily)
 
 
 def _of_mixture(node: Any) -> Tensor:

@@ -28,7 +28,13 @@ def at_draws(function: Function, draws: Values, chunk_size: int | None) -> dict[
 
     Returns:
         Tensors by name, of shape ``(M, *shape)``.
+
+    Raises:
+        ValueError: if there are no draws.
     """
+    for name, value in draws.items():
+        if not len(value):
+            raise ValueError(f"there are no draws: those of site {name!r} have shape {tuple(value.shape)}")
     # Validation looks at values, which vmap has no single one of.
     with torch.no_grad(), pyro.validation_enabled(False):
         if chunk_size is None:
@@ -80,7 +86,9 @@ def _by_chunks(function: Function, draws: Values, chunk_size: int) -> dict[str, 
     several = torch.func.vmap(lambda draw: dict(function(draw)), randomness="different")
     results: dict[str, Tensor] = {}
     for start in range(0, count, chunk_size):
-        parts = several({name: value[start : start + chunk_size] for name, value in draws.items()})
+        with warnings.catch_warnings():  # of operations that torch runs draw by draw inside of vmap
+            warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+            parts = several({name: value[start : start + chunk_size] for name, value in draws.items()})
         if chunk_size >= count:
             return parts
         for name, part in parts.items():

@@ -55,10 +55,11 @@ class Request:
 
 def convert(fit: Fit, request: Request) -> Any:
     """Make all groups that were asked for, and hand them to ArviZ."""
-    first = _first_finite(fit.draws)
+    finite = _first_finite(fit.draws)
+    first = finite or {name: value[0, 0] for name, value in fit.draws.items()}
     model = None
-    if fit.model is not None:
-        model = Model(fit.model, fit.args, fit.kwargs, first, fit.shows_all, fit.other_args)
+    if fit.model is not None:  # if no draw is finite, it is looked at where its prior is
+        model = Model(fit.model, fit.args, fit.kwargs, finite, fit.shows_all, fit.other_args)
     computed = _wanted(model, request)
     attrs = {**fit.attrs, "versions": versions()}
     if request.functions:  # else nothing would tell them from sites
@@ -108,13 +109,13 @@ def convert(fit: Fit, request: Request) -> Any:
 
 
 def _first_finite(draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The first draw that is finite, or the very first if none is."""
+    """The first draw that is finite, or nothing if none is."""
     several = {name: value.flatten(0, 1) for name, value in draws.items()}
     for i in range(len(next(iter(several.values())))):
         draw = {name: value[i] for name, value in several.items()}
         if all(value.isfinite().all() for value in draw.values()):
             return draw
-    return {name: value[0] for name, value in several.items()}
+    return {}
 
 
 def _needed(model: Model | None, what: str) -> Model:
@@ -192,7 +193,8 @@ def _computed(flat: Mapping[str, Tensor], model: Model, names: Collection[str], 
         values = model.deterministic.at(flat, model.plates, names)
     except (RuntimeError, ValueError) as error:
         warnings.warn(
-            f"the deterministic sites {list(names)} are left out, as the model failed at some draw: {error}",
+            f"the deterministic sites {list(names)} are left out, as the model failed at some draw: "
+            f"{str(error).splitlines()[0]}",
             stacklevel=5,
         )
         return {}

@@ -94,6 +94,11 @@ def log_likelihood(
     flat = {name: value.flatten(0, sample_ndim - 1) for name, value in draws.items()}
     if not flat:
         raise ValueError("there are no draws: draws is empty")
+    for name, value in flat.items():
+        if not len(value):
+            raise ValueError(
+                f"there are no draws: those of site {name!r} have shape {tuple(draws[name].shape)}"
+            )
     first = {name: value[0] for name, value in flat.items()}
     likelihood = Likelihood(model, first, args, kwargs)
     likelihood.warn_of_factors(stacklevel=3)

@@ -70,7 +70,9 @@ def from_draws(
         raise ValueError("there are no draws to export: the dict is empty")
     first = next(iter(values))
     for name, value in values.items():
-        if value.dim() < 2 or value.shape[:2] != values[first].shape[:2] or 0 in value.shape[:2]:
+        if 0 in value.shape[:2]:
+            raise ValueError(f"there are no draws: those of site {name!r} have shape {tuple(value.shape)}")
+        if value.dim() < 2 or value.shape[:2] != values[first].shape[:2]:
             raise ValueError(
                 f"draws of site {name!r} have shape {tuple(value.shape)}, and of {first!r} "
                 f"{tuple(values[first].shape)}; pass (num_chains, num_samples, *shape), alike for all sites"
