@@ -76,9 +76,11 @@ def test_a_density_in_a_delta_is_a_factor() -> None:
 
     values = {"z": torch.tensor(0.7)}
     assert torch.equal(Program(model, (False,)).log_joint(values), Program(model, (True,)).log_joint(values))
-    split = poutine.reparam(
-        lambda: pyro.sample("v", dist.Normal(torch.zeros(3), 1.0).to_event(1)), {"v": SplitReparam([1, 2], -1)}
-    )
+
+    def vector() -> None:
+        pyro.sample("v", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+
+    split = poutine.reparam(vector, {"v": SplitReparam([1, 2], -1)})
     parts = {"v_split_0": torch.tensor([0.3]), "v_split_1": torch.tensor([1.0, -2.0])}
     expected = dist.Normal(0.0, 1.0).log_prob(torch.tensor([0.3, 1.0, -2.0])).sum()
     assert torch.allclose(Program(split).log_joint(parts), expected, rtol=1e-12)
