@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyro
@@ -22,7 +22,7 @@ __all__ = ["allocation_probabilities"]
 
 def allocation_probabilities(
     model: Callable[..., Any],
-    args: tuple[Any, ...] = (),
+    args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     site: str | None = None,
@@ -75,7 +75,8 @@ def allocation_probabilities(
                  [1., 0.],
                  [0., 1.]]])
     """
-    if not isinstance(args, tuple | list) or not isinstance(kwargs, Mapping | None):
+    kwargs = {} if kwargs is None else kwargs
+    if not (isinstance(args, tuple | list) and isinstance(kwargs, Mapping)):
         raise TypeError(
             f"args is a {type(args).__name__} and kwargs a {type(kwargs).__name__}, where a tuple and a dict "
             "with the model's arguments are expected; draws go to the function that is returned, as in "

@@ -95,6 +95,7 @@ def test_deterministic_sites_are_exported_and_aligned() -> None:
     assert float(raw["moments"][..., 0].std(("chain", "draw")).min()) > 0.8  # the labels differ by chain
     for group in ("observed_data", "log_likelihood", "posterior_predictive", "prior_predictive"):
         assert names(data, group) == {"y"}
+    assert set(log_likelihood(mixture, draws, Y, group_by_chain=True)) == {"y"}
     table = report(data).convergence
     assert dict(table["kind"]) == {
         **dict.fromkeys(["scale", "locs", "sd"], "site"),
@@ -203,8 +204,8 @@ def test_dims_of_plates_are_told_from_event_dims_where_there_is_one_way(
 
 
 def test_what_to_compute_can_be_chosen() -> None:
-    draws, model = mixture_draws(), {"model": mixture, "args": (Y,)}
-    sites = set(draws)
+    draws = mixture_draws()
+    sites, model = set(draws), dict[str, Any](model=mixture, args=(Y,))
     assert names(from_pyro(draws, deterministic=False, **model), "posterior") == sites
     assert names(from_pyro(draws, deterministic=["moments"], **model), "posterior") == sites | {"moments"}
     with pytest.raises(
