@@ -10,10 +10,12 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.infer import Trace_ELBO
 from pyro.infer.reparam import LocScaleReparam, SplitReparam
 from torch import Tensor
 
-from pyro_sym import find_symmetry
+from pyro_sym import AutoSymmetrized, Permutation, find_symmetry
+from pyro_sym.errors import NoDensityError
 from pyro_sym.fixed import fixed_parameters
 from pyro_sym.program import Program, is_data, is_deterministic, traced
 
@@ -136,3 +138,28 @@ def test_refusals_come_without_the_shapes_that_pyro_adds() -> None:
     # The control: where the model fails, the shapes help.
     with pytest.raises(RuntimeError, match="Trace Shapes"):
         traced(lambda: torch.zeros(2) @ torch.zeros(3), (), {})
+
+
+def test_a_guide_may_have_deterministic_sites() -> None:
+    def guide(y: Tensor, extra: Callable[[], Any]) -> None:
+        extra()
+        with pyro.plate("component", 2):
+            pyro.sample("mu", dist.Normal(torch.tensor([-3.0, 3.0]), 0.5))
+
+    def model(y: Tensor, extra: Callable[[], Any]) -> None:
+        with pyro.plate("component", 2):
+            mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+        with pyro.plate("data", 12):
+            pyro.sample(
+                "y", dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), dist.Normal(mu, 1.0)), obs=y
+            )
+
+    losses = []
+    for extra in (lambda: None, lambda: pyro.deterministic("sd", torch.ones(2))):
+        pyro.set_rng_seed(0)
+        symmetrised = AutoSymmetrized(guide, Permutation({"mu": -1}), model=model)
+        losses.append(Trace_ELBO().loss(model, symmetrised, Y, extra))
+    assert losses[0] == losses[1]
+    # The control: a factor belongs to the density of the guide, and is refused.
+    with pytest.raises(NoDensityError, match="a factor or an observation 'f'"):
+        symmetrised(Y, lambda: pyro.factor("f", torch.tensor(1.0), has_rsample=True))

@@ -12,12 +12,7 @@ from torch import Tensor
 from pyro_sym.diagnostics.convergence import Draws, convergence
 from pyro_sym.diagnostics.distance import distance_to_copy, distance_to_mode
 from pyro_sym.diagnostics.labels import confidence, relabelling
-from pyro_sym.diagnostics.settings import (
-    deterministic_names,
-    function_names,
-    kernel_temperature,
-    unconstrained_sizes,
-)
+from pyro_sym.diagnostics.settings import function_names, kernel_temperature, unconstrained_sizes
 from pyro_sym.diagnostics.stein import SteinDiscrepancy
 from pyro_sym.diagnostics.temperatures import temperatures
 from pyro_sym.infer.autoguide import SymmetryGain
@@ -157,7 +152,7 @@ def report(
     draws = Draws.of(data, var_names, max_coordinates)
     target = temperature if temperature is not None else kernel_temperature(data)
     tables = {
-        "convergence": convergence(draws, function_names(data), deterministic_names(data)),
+        "convergence": convergence(draws, function_names(data)),
         "temperatures": temperatures(draws, target, unconstrained_sizes(data), probability),
         "relabelling": relabelling(draws),
         "confidence": confidence(draws),

@@ -7,18 +7,12 @@ from typing import Any
 
 from pyro_sym.diagnostics.temperatures import ALL_SITES
 
-__all__ = ["deterministic_names", "function_names", "kernel_temperature", "unconstrained_sizes"]
+__all__ = ["function_names", "kernel_temperature", "unconstrained_sizes"]
 
 
 def function_names(data: Any) -> list[str]:
     """The variables that are functions of draws."""
     names: list[str] = json.loads(data.attrs.get("functions", "[]"))
-    return names
-
-
-def deterministic_names(data: Any) -> list[str]:
-    """The variables that the model computes from its latent sites."""
-    names: list[str] = json.loads(data.attrs.get("deterministic", "[]"))
     return names
 
 

@@ -444,3 +444,21 @@ def test_data_that_cannot_be_simulated_are_named() -> None:
 
     with pytest.raises(ValueError, match="'y' can't be simulated: Unsampled has no sample method"):
         from_pyro({"w": torch.randn(1, 5)}, model=model, posterior_predictive=True)
+
+
+def test_a_report_leaves_out_what_is_not_finite_of_deterministic_sites() -> None:
+    def model() -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.deterministic("padded", torch.stack([w[0], torch.tensor(math.nan), w[1]]))
+        pyro.deterministic("log", -w.abs().log() * math.inf)
+
+    draws, symmetry = {"w": torch.tensor([-1.0, 1.0]) + 0.1 * torch.randn(2, 40, 2)}, Permutation({"w": -1})
+    found = report(from_pyro(draws, model=model, symmetry=symmetry), symmetry=symmetry)
+    assert dict(found.convergence["looked_at"]) == {"w": 2, "padded": 2}
+    assert found.convergence["r_hat_aligned"].max() < 1.3
+    assert "1 of 3 coordinates of padded are not finite, and left out" in found.notes
+    # The control: a site with NaN is a chain that has failed.
+    draws["w"][1, 3:] = math.nan
+    with pytest.warns(UserWarning, match="37 of 80 draws are not finite"):
+        data = from_pyro(draws, model=model, symmetry=symmetry)
+    assert any("chains [1] are left out: not finite in w" in note for note in report(data).notes)
