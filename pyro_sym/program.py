@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from opt_einsum import shared_intermediates
 from pyro import poutine
+from pyro.distributions import Delta, Unit
 from pyro.distributions.util import scale_and_mask
 from pyro.infer import config_enumerate
 from pyro.infer.autoguide.initialization import InitMessenger
@@ -31,16 +32,76 @@ __all__ = [
     "GivenIndices",
     "LatentSite",
     "Program",
+    "RefusedError",
     "SubsampledPlate",
     "Term",
+    "base_of",
     "in_subsampled_plate",
     "init_to_prior",
+    "is_data",
+    "is_deterministic",
     "marginal_terms",
     "subsampled_plates",
+    "traced",
     "uniform_draw",
 ]
 
 Values = Mapping[str, Tensor]
+
+
+# What a site of a model is. A Pyro trace calls all of these "observed": data, the values of
+# pyro.deterministic, factors, sites that a reparametrisation has replaced, and parameters that
+# poutine.condition holds. They are told apart here, and nowhere else.
+
+
+def base_of(fn: Any) -> Any:
+    """The distribution inside of wrappers: masks, expansions, event dims and transforms."""
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    return fn
+
+
+def is_deterministic(site: Any) -> bool:
+    """Whether a site of a model takes the value that the other sites give it.
+
+    This holds for ``pyro.deterministic``, for every ``Delta``, observed or not, and for the sites that
+    ``poutine.reparam`` computes from new ones, which are ``Delta`` too. Don't ask it of a guide, in which an
+    unobserved ``Delta`` is a latent site (a point mass).
+    """
+    return bool((site["infer"] or {}).get("_deterministic")) or isinstance(base_of(site["fn"]), Delta)
+
+
+def is_data(site: Any) -> bool:
+    """Whether a site of a model holds data: observed, and no plate, factor or deterministic site.
+
+    Sites at which ``poutine.condition`` holds a parameter are not told apart here;
+    :func:`pyro_sym.fixed.fixed_parameters` names them.
+    """
+    return (
+        site["type"] == "sample"
+        and site["is_observed"]
+        and not is_deterministic(site)
+        and not isinstance(base_of(site["fn"]), _Subsample | Unit)
+    )
+
+
+class RefusedError(ValueError):
+    """Raised by handlers of this package inside of a model's run; :func:`traced` shows it as it is."""
+
+
+def traced(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> poutine.Trace:
+    """Run a model and return its trace.
+
+    To every error in a run Pyro adds a table of the shapes so far. It helps where the model failed, and is
+    left out where a handler of this package refused.
+    """
+    try:
+        return poutine.trace(model).get_trace(*args, **kwargs)
+    except RefusedError as error:
+        said: BaseException = error
+        while isinstance(said.__cause__, RefusedError):
+            said = said.__cause__
+        raise ValueError(str(said)) from None
 
 
 @dataclass(frozen=True)
@@ -96,7 +157,7 @@ class GivenIndices(Messenger):
         if not isinstance(msg["fn"], _Subsample) or not _is_subsampled(msg["fn"]):
             return
         if msg["name"] not in self.indices:
-            raise ValueError(
+            raise RefusedError(
                 f"plate {msg['name']!r} sees {msg['fn'].subsample_size} of {msg['fn'].size} rows and no "
                 f"indices were given for it; pass a tensor of indices under {msg['name']!r}"
             )
@@ -214,7 +275,11 @@ class Program:
         nesting = [-f.dim for s in _samples(trace) for f in s["cond_indep_stack"] if f.vectorized]
         self.max_plate_nesting: int = max(nesting, default=0)
         self.plates = subsampled_plates(trace)
-        latents = [s for s in _samples(trace) if not s["is_observed"] and not isinstance(s["fn"], _Subsample)]
+        latents = [
+            s
+            for s in _samples(trace)
+            if not s["is_observed"] and not isinstance(s["fn"], _Subsample) and not is_deterministic(s)
+        ]
         self.enumerated = tuple(s["name"] for s in latents if s["fn"].has_enumerate_support)
         self.latents = {
             s["name"]: LatentSite(
@@ -240,8 +305,11 @@ class Program:
     def _run_prototype(self) -> poutine.Trace:
         """Run the model once to look at it: no gradients, and nothing seen by handlers outside."""
         with torch.no_grad(), poutine.block():
-            model = InitMessenger(self.init_strategy)(self.model)
-            return poutine.trace(model).get_trace(*self.args, **self.kwargs)
+            return traced(InitMessenger(self._initial)(self.model), self.args, self.kwargs)
+
+    def _initial(self, site: Any) -> Tensor:
+        """The value of a latent site; a ``Delta`` has its own, whatever the strategy."""
+        return init_to_prior(site) if is_deterministic(site) else self.init_strategy(site)
 
     def draw(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Draw the latent sites by ``init_strategy``, and indices for the subsampled plates.
@@ -282,7 +350,7 @@ class Program:
         given = {name: values[name] for name in self.latents}
         with poutine.block(), GivenIndices(indices or {}):
             conditioned = poutine.condition(self._runnable, data=given)
-            return poutine.trace(conditioned).get_trace(*self.args, **self.kwargs)
+            return traced(conditioned, self.args, self.kwargs)
 
     def log_joint_terms(
         self, values: Values, indices: Values | None = None, *, ring: LogRing | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -64,7 +65,12 @@ class Draws:
         if not names:
             raise ValueError("there is no variable to look at")
         raw = {name: _some(posterior[name], most) for name in names}
-        by_name = {name: np.isfinite(value).all((1, 2)) for name, value in raw.items()}
+        computed = _deterministic(data)
+        by_name = {
+            name: np.isfinite(value).all((1, 2))
+            for name, value in raw.items()
+            if name not in computed or computed.issuperset(names)
+        }
         finite = np.stack(list(by_name.values())).all(0)
         if not finite.any():
             raise ValueError("every chain has draws that are not finite; there is nothing to report on")
@@ -82,8 +88,24 @@ class Draws:
         if has_group(data, "posterior_aligned"):
             moved = dataset(data, "posterior_aligned")
             aligned = {name: _some(moved[name], most)[finite] for name in names}
+        raw = {name: value[finite] for name, value in raw.items()}
+        for (
+            name
+        ) in names:  # a deterministic site may be infinite, or filled up with NaN, in chains that are fine
+            both = [raw[name]] if aligned is None else [raw[name], aligned[name]]
+            kept = np.isfinite(np.concatenate(both)).all((0, 1))
+            if kept.all():
+                continue
+            notes.append(
+                f"{int((~kept).sum())} of {len(kept)} coordinates of {name} are not finite, and left out"
+            )
+            for values in (raw, aligned or {}):
+                if name in values:
+                    values[name] = values[name][..., kept]
+                    if not kept.any():
+                        del values[name]
         chains = np.flatnonzero(finite).tolist()
-        return cls(data, chains, sizes, {n: v[finite] for n, v in raw.items()}, aligned, tuple(notes))
+        return cls(data, chains, sizes, raw, aligned, tuple(notes))
 
     def stats(self) -> xr.Dataset | None:
         """The statistics of these chains, if there are any."""
@@ -109,7 +131,8 @@ def convergence(draws: Draws, functions: Collection[str]) -> pd.DataFrame:
     import pandas as pd
 
     table = pd.DataFrame(index=pd.Index(list(draws.raw), name="variable"))
-    table["kind"] = ["function" if name in functions else "site" for name in draws.raw]
+    kinds = dict.fromkeys(_deterministic(draws.data), "deterministic") | dict.fromkeys(functions, "function")
+    table["kind"] = [kinds.get(name, "site") for name in draws.raw]
     table["size"] = [draws.sizes[name] for name in draws.raw]
     table["looked_at"] = [value.shape[-1] for value in draws.raw.values()]
     raw = _diagnosed(draws.raw)
@@ -118,6 +141,11 @@ def convergence(draws: Draws, functions: Collection[str]) -> pd.DataFrame:
         table[column] = raw[column]
         table[f"{column}_aligned"] = aligned.get(column, math.nan)
     return table
+
+
+def _deterministic(data: Any) -> set[str]:
+    """The variables that the model computes from its latent sites."""
+    return set(json.loads(data.attrs.get("deterministic", "[]")))
 
 
 def _diagnosed(values: dict[str, np.ndarray]) -> dict[str, list[float]]:

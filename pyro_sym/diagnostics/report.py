@@ -39,10 +39,10 @@ class Report:
     """Tables of a run, one beside the other; ``print`` shows them, and so does a notebook.
 
     Attributes:
-        convergence: by variable, its ``kind`` (``site`` or ``function``), number of coordinates (``size``)
-            and how many were ``looked_at``; over these the largest ``r_hat`` and its median, and the smallest
-            ``ess_bulk`` and ``ess_tail``, each of the raw draws and, with the ending ``_aligned``, of the
-            aligned ones.
+        convergence: by variable, its ``kind`` (``site``, ``deterministic`` or ``function``), number of
+            coordinates (``size``) and how many were ``looked_at``; over these the largest ``r_hat`` and its
+            median, and the smallest ``ess_bulk`` and ``ess_tail``, each of the raw draws and, with the ending
+            ``_aligned``, of the aligned ones.
         temperatures: by site, the ``target``, the mean of ``kinetic`` and ``configurational`` temperature
             over draws, the band of each (``_low``, ``_high``) and whether it is ``_inside``.
         relabelling: by part of the group, the share of draws that were ``moved``, the number of ``distinct``

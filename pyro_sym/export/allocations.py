@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyro
@@ -14,14 +14,15 @@ from torch import Tensor
 from pyro_sym.export.at_draws import at_draws
 from pyro_sym.export.log_sum import LogSum
 from pyro_sym.export.sites import unseen
-from pyro_sym.program import Program, marginal_terms
+from pyro_sym.fixed import fixed_parameters
+from pyro_sym.program import Program, is_data, marginal_terms
 
 __all__ = ["allocation_probabilities"]
 
 
 def allocation_probabilities(
     model: Callable[..., Any],
-    args: tuple[Any, ...] = (),
+    args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     site: str | None = None,
@@ -47,16 +48,18 @@ def allocation_probabilities(
     Args:
         model: a Pyro model.
         args: its positional arguments.
-        kwargs: its keyword arguments.
+        kwargs: its keyword arguments, as a dict.
         site: the discrete latent site, or the observed mixture; by default all enumerable latent sites, or,
             if there are none, all observed mixtures, behind one another.
 
     Returns:
         A function from constrained values by latent site, of shape ``(m, *shape)``, to probabilities of shape
         ``(m, N, K)``; all plates are flattened to one. All these draws are evaluated at once, by
-        ``torch.func.vmap``, where the model allows.
+        ``torch.func.vmap``, where the model allows. Draws of other shapes, or a site without draws, are a
+        ``ValueError``.
 
     Raises:
+        TypeError: if ``args`` is no tuple or list, or ``kwargs`` no dict.
         ValueError: if the model has no such site, the sites disagree on the number of components, or a plate
             shows a part of its rows only.
 
@@ -72,11 +75,20 @@ def allocation_probabilities(
                  [1., 0.],
                  [0., 1.]]])
     """
+    kwargs = {} if kwargs is None else kwargs
+    if not (isinstance(args, tuple | list) and isinstance(kwargs, Mapping)):
+        raise TypeError(
+            f"args is a {type(args).__name__} and kwargs a {type(kwargs).__name__}, where a tuple and a dict "
+            "with the model's arguments are expected; draws go to the function that is returned, as in "
+            "allocation_probabilities(model, (x,))(draws)"
+        )
+    args = tuple(args)
     with unseen(), pyro.validation_enabled(False):
         program = Program(model, args, kwargs)
         _refuse_subsampled(program)
         nodes = program.trace({name: latent.value for name, latent in program.latents.items()}).nodes
-    mixtures = [name for name, node in nodes.items() if node["type"] == "sample" and _is_mixture(node)]
+        no_data = {*program.latents, *fixed_parameters(model, args, kwargs)}
+    mixtures = [name for name, node in nodes.items() if _is_observed_mixture(node) and name not in no_data]
     sites = [site] if site is not None else list(program.enumerated) or mixtures
     if not sites or not set(sites) <= {*program.enumerated, *mixtures}:
         raise ValueError(
@@ -93,7 +105,20 @@ def allocation_probabilities(
         return {"p": _joined(_marginals(program, draw, {name: nodes[name] for name in sites}))}
 
     def probabilities(draws: Mapping[str, Tensor]) -> Tensor:
-        latents = {name: draws[name] for name in program.latents}
+        latents = {}
+        for name, latent in program.latents.items():
+            shape = tuple(latent.value.shape)
+            if name not in draws:
+                raise ValueError(
+                    f"there are no draws of the latent site {name!r}, but of {list(draws)}; pass those of "
+                    f"{list(program.latents)}"
+                )
+            if tuple(draws[name].shape[1:]) != shape:
+                raise ValueError(
+                    f"draws of site {name!r} have shape {tuple(draws[name].shape)}, where (m, *shape) with "
+                    f"shape {shape} is expected; flatten a dim of chains into that of the draws"
+                )
+            latents[name] = draws[name]
         with unseen():
             return at_draws(one, latents, len(next(iter(latents.values()))))["p"]
 
@@ -122,8 +147,8 @@ def _marginals(program: Program, draw: Mapping[str, Tensor], nodes: Mapping[str,
     return [_by_datum(gradients[name], node) for name, node in nodes.items()]
 
 
-def _is_mixture(node: Any) -> bool:
-    return node["is_observed"] and isinstance(node["fn"], torch_dist.MixtureSameFamily)
+def _is_observed_mixture(node: Any) -> bool:
+    return is_data(node) and isinstance(node["fn"], torch_dist.MixtureSameFamily)
 
 
 def _of_mixture(node: Any) -> Tensor:

@@ -6,7 +6,7 @@ tensors and knows nothing of ArviZ. Each group of the result is then a function 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from pyro_sym.export.groups import Function, Given, Request, convert
@@ -24,6 +24,7 @@ def from_pyro(
     args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     model: Callable[..., Any] | None = None,
+    deterministic: bool | Collection[str] = True,
     log_likelihood: bool = False,
     posterior_predictive: bool | Given | None = None,
     predictions: Given | None = None,
@@ -40,17 +41,27 @@ def from_pyro(
 
     The groups are
 
-    * ``posterior``: the draws as they are, and ``functions`` of them;
+    * ``posterior``: the draws as they are, the model's deterministic sites, and ``functions`` of the draws;
     * ``posterior_aligned``, with a symmetry: draw :math:`\theta_m` moved to :math:`g_m \cdot \theta_m`
-      (:func:`~pyro_sym.align`, all chains to the same labels), and the functions there;
+      (:func:`~pyro_sym.align`, all chains to the same labels), and what is computed from it there;
     * ``sample_stats``: ``diverging`` if the kernel reports divergences, the per-draw statistics of this
       package's kernels, those by site along ``latent_site``, and the elements :math:`g_m` as integers
       ``permutation`` and ``sign`` (numbered ``permutation_0``, ``permutation_1``, ... if there are several),
       with ``alignment_confidence``, the probability of each element against its best rival;
-    * ``observed_data``: the model's observed sites, without deterministic sites and factors;
+    * ``observed_data``: the model's observed sites, without deterministic sites, factors, and parameters
+      that ``poutine.condition`` fixes;
     * ``log_likelihood``: of every datum (:func:`~pyro_sym.log_likelihood`), for ``az.loo``;
     * ``posterior_predictive``, ``predictions``, ``prior``, ``prior_predictive``, ``constant_data`` and
       ``predictions_constant_data``, if they are asked for.
+
+    Deterministic sites are those of ``pyro.deterministic``, sites with a ``Delta``, and those that
+    ``poutine.reparam`` computes from new ones. The model is run at each draw to have them; the attribute
+    ``deterministic`` names them. Those that depend on summed-out sites, or on the rows that a plate or a
+    loader happens to show, have not one value a draw; the attribute ``left_out`` names these. A value for
+    every row of a subsampled plate is computed where ``deterministic`` names the site.
+
+    A site that ``poutine.condition`` fixes is data if its density depends on the latent sites, as ``obs=``
+    is, and a parameter if it doesn't: it keeps its value in the predictions.
 
     R-hat of a network's weights says little, as they have many equal modes; R-hat of what the network
     predicts at some inputs, one of the ``functions``, stands beside it.
@@ -88,6 +99,8 @@ def from_pyro(
         kwargs: keyword arguments of the model; by default those of ``mcmc.run``.
         model: the model; by default the kernel's. Without one (a kernel given a potential, or a dict) there
             are no observed data and no dims from plates.
+        deterministic: which deterministic sites to export: ``True`` for all that have no row of a subsampled
+            plate, or names. A function of the same name takes the place of one.
         log_likelihood: whether to compute the log likelihood of every datum.
         posterior_predictive: ``True`` to draw the observed sites anew at every draw, or draws by name, of
             shape ``(num_chains * num_samples, *shape)`` as from Pyro's ``Predictive`` (whose padding is taken
@@ -109,12 +122,17 @@ def from_pyro(
         An ``arviz.InferenceData`` with ArviZ 0.23, an ``xarray.DataTree`` with ArviZ 1.x.
 
     Raises:
-        ValueError: if there are no draws, a dim would have two sizes or the name of a variable, names clash,
-            a statistic is not one value a draw, or something asked for needs a model or rows that aren't
-            there.
+        ValueError: if there are no draws, ``deterministic`` names what is none of the model's sites, a dim
+            would have two sizes or the name of a variable, names clash, a statistic is not one value a draw,
+            data can't be simulated, or something asked for needs a model or rows that aren't there.
         TypeError: if ``mcmc`` keeps no draws, a function returns no tensor, a variable is complex, or
             ``log_likelihood`` is no truth value.
         SymmetryError: if the symmetry can't act on the draws.
+
+    Warns:
+        UserWarning: if something that was asked for is left out, as the log likelihood of a model without
+            data, or deterministic sites in subsampled plates; if draws are not finite, or their labels in
+            doubt.
 
     Example:
         >>> def model(y):
@@ -130,6 +148,7 @@ def from_pyro(
     read = from_draws if isinstance(mcmc, Mapping) else from_mcmc
     request = Request(
         symmetry=symmetry,
+        deterministic=deterministic,
         log_likelihood=log_likelihood,
         posterior_predictive=posterior_predictive,
         predictions=predictions,
@@ -153,6 +172,7 @@ def from_pyro_svi(
     kwargs: Mapping[str, Any] | None = None,
     model: Callable[..., Any] | None = None,
     num_samples: int = 1000,
+    deterministic: bool | Collection[str] = True,
     log_likelihood: bool = False,
     posterior_predictive: bool | Given | None = None,
     predictions: Given | None = None,
@@ -189,6 +209,7 @@ def from_pyro_svi(
         model: the model; by default the guide's. Without one there are no observed data and no dims from
             plates.
         num_samples: number of draws.
+        deterministic: which deterministic sites to export, as in :func:`from_pyro`.
         log_likelihood: whether to compute the log likelihood of every datum, ``log_p`` and ``log_q``.
         posterior_predictive: as in :func:`from_pyro`, and so are all that follow.
         predictions: draws at other inputs.
@@ -226,6 +247,7 @@ def from_pyro_svi(
         raise ValueError(f"num_samples={num_samples} must be positive")
     request = Request(
         symmetry=symmetry if symmetry is not None else getattr(guide, "symmetry", None),
+        deterministic=deterministic,
         log_likelihood=log_likelihood,
         posterior_predictive=posterior_predictive,
         predictions=predictions,

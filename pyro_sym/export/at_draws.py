@@ -9,7 +9,7 @@ import pyro
 import torch
 from torch import Tensor
 
-__all__ = ["at_draws"]
+__all__ = ["at_draws", "at_finite_draws"]
 
 Function = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 Values = Mapping[str, Tensor]
@@ -28,7 +28,13 @@ def at_draws(function: Function, draws: Values, chunk_size: int | None) -> dict[
 
     Returns:
         Tensors by name, of shape ``(M, *shape)``.
+
+    Raises:
+        ValueError: if there are no draws.
     """
+    for name, value in draws.items():
+        if not len(value):
+            raise ValueError(f"there are no draws: those of site {name!r} have shape {tuple(value.shape)}")
     # Validation looks at values, which vmap has no single one of.
     with torch.no_grad(), pyro.validation_enabled(False):
         if chunk_size is None:
@@ -45,12 +51,44 @@ def at_draws(function: Function, draws: Values, chunk_size: int | None) -> dict[
             return _one_by_one(function, draws)
 
 
+def at_finite_draws(function: Callable[[Values], dict[str, Tensor]], draws: Values) -> dict[str, Tensor]:
+    """Evaluate a function of several draws at those that are finite; the others have NaN for values.
+
+    Args:
+        function: takes draws by name, of shape ``(K, *shape)``, and returns tensors by name, of shape
+            ``(K, *shape)``.
+        draws: values by name, of shape ``(M, *shape)``.
+
+    Returns:
+        Tensors by name, of shape ``(M, *shape)``; nothing if no draw is finite.
+    """
+    finite = torch.stack(
+        [value.isfinite().reshape(len(value), -1).all(-1).cpu() for value in draws.values()]
+    ).all(0)
+    if finite.all():
+        return function(draws)
+    if not finite.any():
+        return {}
+    values = function({name: value[finite] for name, value in draws.items()})
+    return {name: _spread(value, finite) for name, value in values.items()}
+
+
+def _spread(value: Tensor, where: Tensor) -> Tensor:
+    """Values of some draws among those of all, of which the others have none."""
+    whole = torch.full((len(where), *value.shape[1:]), torch.nan, device=value.device)
+    whole = whole.to(value.dtype) if value.is_floating_point() else whole  # (M, *shape)
+    whole[where] = value.to(whole.dtype)
+    return whole
+
+
 def _by_chunks(function: Function, draws: Values, chunk_size: int) -> dict[str, Tensor]:
     count = len(next(iter(draws.values())))
     several = torch.func.vmap(lambda draw: dict(function(draw)), randomness="different")
     results: dict[str, Tensor] = {}
     for start in range(0, count, chunk_size):
-        parts = several({name: value[start : start + chunk_size] for name, value in draws.items()})
+        with warnings.catch_warnings():  # of operations that torch runs draw by draw inside of vmap
+            warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+            parts = several({name: value[start : start + chunk_size] for name, value in draws.items()})
         if chunk_size >= count:
             return parts
         for name, part in parts.items():

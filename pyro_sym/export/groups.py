@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from pyro_sym import _arviz
 from pyro_sym.export.aligned import aligned
-from pyro_sym.export.at_draws import at_draws
+from pyro_sym.export.at_draws import at_draws, at_finite_draws
 from pyro_sym.export.likelihood import Likelihood
 from pyro_sym.export.model import Model
 from pyro_sym.export.names import Dims, Variable, finish, plate_dims, stacked
@@ -38,6 +39,7 @@ class Request:
     """What is wanted besides the draws; the arguments that ``from_pyro`` and ``from_pyro_svi`` share."""
 
     symmetry: Symmetry | None
+    deterministic: bool | Collection[str]
     log_likelihood: bool
     posterior_predictive: bool | Given | None
     predictions: Given | None
@@ -53,26 +55,33 @@ class Request:
 
 def convert(fit: Fit, request: Request) -> Any:
     """Make all groups that were asked for, and hand them to ArviZ."""
-    first = _first_finite(fit.draws)
+    finite = _first_finite(fit.draws)
+    first = finite or {name: value[0, 0] for name, value in fit.draws.items()}
     model = None
-    if fit.model is not None:
-        model = Model(fit.model, fit.args, fit.kwargs, first, fit.shows_all)
+    if fit.model is not None:  # if no draw is finite, it is looked at where its prior is
+        model = Model(fit.model, fit.args, fit.kwargs, finite, fit.shows_all, fit.other_args)
+    computed = _wanted(model, request)
     attrs = {**fit.attrs, "versions": versions()}
     if request.functions:  # else nothing would tell them from sites
         attrs["functions"] = [name.replace("/", ".") for name in request.functions]
     attrs |= {"inference_library": "pyro", "inference_library_version": pyro.__version__}
     stats = dict(fit.stats)
-    groups: dict[str, Group] = {"posterior": _sites(fit.draws, model, request.functions)}
+    groups: dict[str, Group] = {"posterior": _sites(fit.draws, model, computed, request.functions)}
     if request.symmetry is not None:
         result = aligned(fit.draws, request.symmetry)
-        groups["posterior_aligned"] = _sites(result.draws, model, request.functions)
+        # Draws of deterministic sites don't move with the others.
+        again = set() if model is None else model.deterministic.given - set(request.symmetry.sites)
+        moved = {name: value for name, value in result.draws.items() if name not in again}
+        groups["posterior_aligned"] = _sites(moved, model, {*computed, *again}, request.functions)
         stats |= result.stats
         attrs |= {"symmetry": repr(request.symmetry), **result.attrs}
     groups["sample_stats"] = {name: Variable(value) for name, value in stats.items()}
     if model is not None:
         groups["observed_data"] = stacked(model.observed, 0)
-        if model.left_out:
-            attrs["left_out"] = [*attrs.get("left_out", []), *model.left_out]
+        if shown := [name.replace("/", ".") for name in computed if name not in fit.draws]:
+            attrs["deterministic"] = shown
+        if left_out := [*model.left_out, *_left_out(model, request)]:
+            attrs["left_out"] = [*attrs.get("left_out", []), *left_out]
     if not isinstance(request.log_likelihood, bool):  # of values given it would compute its own
         raise TypeError(
             f"log_likelihood is a {type(request.log_likelihood).__name__}, and must be True or False; its "
@@ -81,7 +90,7 @@ def convert(fit: Fit, request: Request) -> Any:
     if request.log_likelihood:
         groups["log_likelihood"] = _log_likelihood(fit, _needed(model, "log_likelihood=True"), first)
     groups["posterior_predictive"] = _posterior_predictive(fit, model, request.posterior_predictive)
-    groups |= _prior(fit, model, request.prior)
+    groups |= _prior(fit, model, request.prior, computed)
     groups["constant_data"] = _data(request.constant_data)
     ahead = {
         "predictions": _predictive(request.predictions, fit, model),
@@ -100,13 +109,13 @@ def convert(fit: Fit, request: Request) -> Any:
 
 
 def _first_finite(draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The first draw that is finite, or the very first if none is."""
+    """The first draw that is finite, or nothing if none is."""
     several = {name: value.flatten(0, 1) for name, value in draws.items()}
     for i in range(len(next(iter(several.values())))):
         draw = {name: value[i] for name, value in several.items()}
         if all(value.isfinite().all() for value in draw.values()):
             return draw
-    return {name: value[0] for name, value in several.items()}
+    return {}
 
 
 def _needed(model: Model | None, what: str) -> Model:
@@ -115,22 +124,81 @@ def _needed(model: Model | None, what: str) -> Model:
     return model
 
 
+def _wanted(model: Model | None, request: Request) -> list[str]:
+    """The deterministic sites that are to be computed; a function of the same name takes the place of one."""
+    which = request.deterministic
+    if model is None or which is False:
+        return []
+    known = model.deterministic.sites.keys() - (request.functions or {}).keys()
+    if which is True:
+        rows = model.deterministic.in_subsampled_plates
+        return [name for name in model.deterministic.sites if name in known and name not in rows]
+    names = [which] if isinstance(which, str) else list(which)
+    for name in names:
+        if name in model.deterministic.left_out:
+            raise ValueError(
+                f"the deterministic site {name!r} has not one value a draw: it depends on sites without "
+                "draws, or on the rows that the model happens to show; leave it out of deterministic"
+            )
+        if name not in model.deterministic.sites:
+            raise ValueError(
+                f"deterministic names {name!r}, and the model's deterministic sites are "
+                f"{list(model.deterministic.sites)}"
+            )
+    return [name for name in model.deterministic.sites if name in names and name in known]
+
+
+def _left_out(model: Model, request: Request) -> list[str]:
+    """The deterministic sites that can't be computed, or only at a cost that nobody asked for."""
+    if request.deterministic is not True:
+        return []
+    rows = [
+        name for name in model.deterministic.in_subsampled_plates if name not in (request.functions or {})
+    ]
+    if rows:
+        warnings.warn(
+            f"the deterministic sites {rows} have a value for every row of a subsampled plate at every draw, "
+            "and are left out; name them in deterministic to have them, or set deterministic=False",
+            stacklevel=4,
+        )
+    return sorted([*model.deterministic.left_out, *rows])
+
+
 def _sites(
-    draws: Mapping[str, Tensor], model: Model | None, functions: Mapping[str, Function] | None
+    draws: Mapping[str, Tensor],
+    model: Model | None,
+    computed: Collection[str],
+    functions: Mapping[str, Function] | None,
 ) -> Group:
-    """Draws of sites, and functions of them."""
+    """Draws of sites, what the model computes from them, and functions of them."""
     group = {n: Variable(v) if model is None else model.variable(n, v) for n, v in draws.items()}
+    lead = next(iter(draws.values())).shape[:2]
+    flat = {name: value.flatten(0, 1) for name, value in draws.items()}
+    if model is not None:
+        group |= _computed(flat, model, [name for name in computed if name not in draws], lead)
     if not functions:
         return group
     if clash := functions.keys() & draws.keys():
         raise ValueError(f"functions {sorted(clash)} have the names of sites; give them others")
-    lead = next(iter(draws.values())).shape[:2]
-    flat = {name: value.flatten(0, 1) for name, value in draws.items()}
     for name, function in functions.items():
         with unseen():
             value = at_draws(partial(_evaluated, name, function), flat, FUNCTION_CHUNK)[name]
         group[name] = Variable(value.unflatten(0, lead))
     return group
+
+
+def _computed(flat: Mapping[str, Tensor], model: Model, names: Collection[str], lead: torch.Size) -> Group:
+    """Deterministic sites at draws. The draws are worth more than they are: a failure doesn't lose them."""
+    try:
+        values = model.deterministic.at(flat, model.plates, names)
+    except (RuntimeError, ValueError) as error:
+        warnings.warn(
+            f"the deterministic sites {list(names)} are left out, as the model failed at some draw: "
+            f"{str(error).splitlines()[0]}",
+            stacklevel=5,
+        )
+        return {}
+    return {name: model.variable(name, value.unflatten(0, lead)) for name, value in values.items()}
 
 
 def _evaluated(name: str, function: Function, draw: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -147,6 +215,7 @@ def _log_likelihood(fit: Fit, model: Model, first: dict[str, Tensor]) -> Group:
             "and kwargs with all rows"
         )
     likelihood = Likelihood(model.program, first, fit.args, fit.kwargs)
+    likelihood.warn_of_factors(stacklevel=5)
     values = likelihood.at({name: value.flatten(0, 1) for name, value in fit.draws.items()})
     lead = next(iter(fit.draws.values())).shape[:2]
     group = {}
@@ -161,27 +230,15 @@ def _log_likelihood(fit: Fit, model: Model, first: dict[str, Tensor]) -> Group:
 def _posterior_predictive(fit: Fit, model: Model | None, wanted: bool | Given | None) -> Group:
     if wanted is not True:
         return _predictive(wanted or None, fit, model)
-    model = _needed(model, "posterior_predictive=True")
+    shown = _needed(model, "posterior_predictive=True")
     flat = {name: value.flatten(0, 1) for name, value in fit.draws.items()}
-    finite = torch.stack(
-        [value.isfinite().reshape(len(value), -1).all(-1).cpu() for value in flat.values()]
-    ).all(0)
-    if not finite.any():
-        return {}
-    if not finite.all():
-        flat = {name: value[finite] for name, value in flat.items()}
-    values = predict(model.program, flat, fit.args, fit.kwargs, model.plates)
-    if not finite.all():
-        values = {name: _spread(value, finite) for name, value in values.items()}
+
+    def simulate(draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return predict(shown.program, draws, fit.args, fit.kwargs, shown.plates, shown.fixed)
+
+    values = at_finite_draws(simulate, flat)
     lead = next(iter(fit.draws.values())).shape[:2]
-    return _simulated({name: value.unflatten(0, lead) for name, value in values.items()}, model)
-
-
-def _spread(value: Tensor, where: Tensor) -> Tensor:
-    """Values of some draws among those of all, of which the others have none."""
-    whole = torch.full((len(where), *value.shape[1:]), torch.nan, device=value.device)
-    whole[where] = value.to(whole.dtype)
-    return whole
+    return _simulated({name: value.unflatten(0, lead) for name, value in values.items()}, shown)
 
 
 def _simulated(values: Mapping[str, Tensor], model: Model) -> Group:
@@ -229,19 +286,23 @@ def _unpadded(name: str, value: Tensor, model: Model | None) -> Variable:
     return model.variable(name, value, 2, kept)
 
 
-def _prior(fit: Fit, model: Model | None, wanted: int | Given | None) -> dict[str, Group]:
+def _prior(
+    fit: Fit, model: Model | None, wanted: int | Given | None, computed: Collection[str]
+) -> dict[str, Group]:
     if wanted is None:
         return {}
     if isinstance(wanted, int):
         if wanted < 1 or isinstance(wanted, bool):
             raise ValueError(f"prior={wanted!r} is no number of draws; pass one >= 1, or draws by site")
         model = _needed(model, f"prior={wanted}")
-        latent = prior_draws(model.program, wanted, fit.args, fit.kwargs, model.plates)
-        new = predict(model.program, latent, fit.args, fit.kwargs, model.plates)
-        prior = {name: model.variable(name, value.unsqueeze(0)) for name, value in latent.items()}
+        latent = prior_draws(model.program, wanted, fit.args, fit.kwargs, model.plates, model.fixed)
+        new = predict(model.program, latent, fit.args, fit.kwargs, model.plates, model.fixed, computed)
+        new = {name: value.unsqueeze(0) for name, value in new.items()}
+        prior = {name: value.unsqueeze(0) for name, value in latent.items()}
+        prior |= {name: new.pop(name) for name in computed if name in new}
         return {
-            "prior": prior,
-            "prior_predictive": _simulated({n: v.unsqueeze(0) for n, v in new.items()}, model),
+            "prior": {name: model.variable(name, value) for name, value in prior.items()},
+            "prior_predictive": _simulated(new, model),
         }
     group = {n: _unpadded(n, torch.as_tensor(v).unsqueeze(0), model) for n, v in wanted.items()}
     data = set() if model is None else {*model.observed, *model.left_out}

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pyro
 from pyro import poutine
+from pyro.distributions import Unit
 from torch import Tensor
 
 from pyro_sym.export.at_draws import at_draws
 from pyro_sym.export.rows import Window, Windows, windows
-from pyro_sym.export.sites import stochastic, unseen
+from pyro_sym.export.sites import unseen
 from pyro_sym.export.terms import Data, Term, picks_rows, terms_of
-from pyro_sym.program import Program, in_subsampled_plate
+from pyro_sym.fixed import fixed_parameters
+from pyro_sym.program import Program, base_of, in_subsampled_plate, is_data
 
 __all__ = ["Likelihood", "log_likelihood"]
 
@@ -49,7 +52,8 @@ def log_likelihood(
     * A subsampled plate is shown window after window, so that the result covers all its rows.
     * Masked entries are NaN: they are no data. (The exporter drops them.) In a joint term masked parts count
       nothing.
-    * Factors and deterministic sites are no data either.
+    * Factors and deterministic sites are no data either, and neither are parameters at values that
+      ``poutine.condition`` fixes (sites whose density does not depend on the latent ones).
 
     Draws are evaluated many at once, by ``torch.func.vmap``, or one by one, with a warning, where the model's
     control flow depends on their values. Random state and handlers outside are left alone.
@@ -70,6 +74,10 @@ def log_likelihood(
         ValueError: if a latent site has no draws and can't be summed out, or the rows of a subsampled plate
             are chosen by the model's arguments rather than by the plate.
 
+    Warns:
+        UserWarning: if the model has no data, so that the result is empty, or if it has ``pyro.factor`` s in
+            plates of data, which may be a part of the likelihood and are not in the result.
+
     Example:
         >>> def model(y):
         ...     loc = pyro.sample("loc", dist.Normal(0.0, 10.0))
@@ -86,8 +94,15 @@ def log_likelihood(
     flat = {name: value.flatten(0, sample_ndim - 1) for name, value in draws.items()}
     if not flat:
         raise ValueError("there are no draws: draws is empty")
+    for name, value in flat.items():
+        if not len(value):
+            raise ValueError(
+                f"there are no draws: those of site {name!r} have shape {tuple(draws[name].shape)}"
+            )
     first = {name: value[0] for name, value in flat.items()}
-    terms = Likelihood(model, first, args, kwargs).at(flat, chunk_size)
+    likelihood = Likelihood(model, first, args, kwargs)
+    likelihood.warn_of_factors(stacklevel=3)
+    terms = likelihood.at(flat, chunk_size)
     lead = next(iter(draws.values())).shape[:sample_ndim]
     return {name: term.reshape(*lead, *term.shape[1:]) for name, term in terms.items()}
 
@@ -127,6 +142,7 @@ class Likelihood:
     ) -> None:
         self._held = _Held(model, draw)
         with unseen(), pyro.validation_enabled(False):
+            self._no_data = draw.keys() | fixed_parameters(model, args, kwargs, draw)
             self._program = Program(self._held, args, kwargs)
             if self._program.latents:
                 raise ValueError(
@@ -154,22 +170,44 @@ class Likelihood:
                     whole.put(name, part, frames[name], window)
         return whole.values
 
+    def warn_of_factors(self, stacklevel: int) -> None:
+        """Say what of the likelihood is not in the terms."""
+        if not self.data:
+            factors = f", and its factors {list(self._factors)} are no data" if self._factors else ""
+            warnings.warn(
+                f"the model has no observed sites{factors}, so that there is no log likelihood by datum; "
+                "observe data by pyro.sample(..., obs=...), if need be with a distribution of your own whose "
+                "log_prob is the factor",
+                stacklevel=stacklevel,
+            )
+            return
+        plates = {frame.name for data in self.data.values() for frame in data.frames}
+        if among := [name for name, inside in self._factors.items() if inside & plates]:
+            warnings.warn(
+                f"the factors {among} lie in plates of data, and are not in the log likelihood; observe data "
+                "by pyro.sample(..., obs=...) if they are a part of it",
+                stacklevel=stacklevel,
+            )
+
     def _look(self) -> dict[str, Data]:
         """See at one draw what there is, and that the rows shown are those asked for."""
         whole, frames = Windows(), {}
         seen: dict[str, Tensor] = {}
         self._numel = 1
+        self._factors: dict[str, set[str]] = {}  # their plates, by name
         for window in windows(self._program.plates):
             trace = self._program.trace({}, window)
-            for name, site in stochastic(trace):
-                if name in self._held.draw or not in_subsampled_plate(site["cond_indep_stack"]):
+            for name, site in trace.nodes.items():
+                if site["type"] == "sample" and isinstance(base_of(site["fn"]), Unit):
+                    self._factors[name] = {frame.name for frame in site["cond_indep_stack"]}
+                if not is_data(site) or name in self._no_data:
                     continue
-                if site["is_observed"] and not picks_rows(site, window, seen):
+                if in_subsampled_plate(site["cond_indep_stack"]) and not picks_rows(site, window, seen):
                     raise ValueError(
                         f"site {name!r} shows some rows of a subsampled plate, and the model's arguments say "
                         "which, not the plate; pass args and kwargs with all rows"
                     )
-            terms = list(terms_of(trace, self._held.draw.keys()))
+            terms = list(terms_of(trace, self._no_data))
             self._numel = max(self._numel, sum(term.log_prob.numel() for term in terms))
             for term in terms:
                 frames[term.name] = term.data.frames
@@ -179,4 +217,4 @@ class Likelihood:
 
     def _terms(self, draw: Values, window: Window) -> Iterator[Term]:
         self._held.draw = draw
-        return terms_of(self._program.trace({}, window), draw.keys())
+        return terms_of(self._program.trace({}, window), self._no_data)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from pyro_sym import _arviz
 from pyro_sym.export.sites import infer_of
+from pyro_sym.program import is_deterministic
 
-__all__ = ["Dims", "Groups", "Variable", "finish", "model_dims", "plate_dims", "stacked"]
+__all__ = ["Dims", "Groups", "Variable", "event_dim_of", "finish", "model_dims", "plate_dims", "stacked"]
 
 Dims = Mapping[str, Sequence[str | None]]
 
@@ -69,11 +70,35 @@ class Labels:
 
 def model_dims(site: Any, shape: tuple[int, ...]) -> list[str | None]:
     """The plate on each batch dim, and the event dims that the site's ``infer`` names."""
-    event_dim = min(site["fn"].event_dim, len(shape))
+    event_dim = event_dim_of(site, shape)
     event_names = list(infer_of(site).get("event_dims", [None] * event_dim))
     if len(event_names) != event_dim:
         raise ValueError(f"site {site['name']!r} has {event_dim} event dims, but event_dims={event_names}")
     return plate_dims(site["cond_indep_stack"], shape[: len(shape) - event_dim]) + event_names
+
+
+def event_dim_of(site: Any, shape: tuple[int, ...]) -> int:
+    """Number of event dims of a site's values of a shape.
+
+    Unless told otherwise, ``pyro.deterministic`` takes all dims for event dims, those of plates around it,
+    too. These are told by their sizes, if there is one way only.
+    """
+    stated: int = min(site["fn"].event_dim, len(shape))
+    sizes = {f.dim: (f.size, f.full_size) for f in site["cond_indep_stack"] if f.vectorized}
+    if stated < len(shape) or not sizes or not is_deterministic(site):
+        return stated
+
+    def fit(event_dim: int, missing: bool) -> bool:
+        batch = shape[: len(shape) - event_dim]
+        return all(
+            batch[dim] in several or (missing and batch[dim] == 1) if -dim <= len(batch) else missing
+            for dim, several in sizes.items()
+        )
+
+    exact = [event_dim for event_dim in range(len(shape)) if fit(event_dim, missing=False)]
+    if len(exact) == 1:
+        return exact[0]
+    return 0 if not exact and fit(0, missing=True) else stated
 
 
 def plate_dims(frames: Iterable[Any], batch_shape: tuple[int, ...]) -> list[str | None]:

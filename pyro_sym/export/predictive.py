@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import pyro.distributions as dist
@@ -11,9 +11,19 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_sym.export.at_draws import at_draws
+from pyro_sym.export.names import event_dim_of
 from pyro_sym.export.rows import Windows, windows
-from pyro_sym.export.sites import infer_of, stochastic, unseen
-from pyro_sym.program import GivenIndices, SubsampledPlate, in_subsampled_plate
+from pyro_sym.export.sites import unseen, variables
+from pyro_sym.program import (
+    GivenIndices,
+    RefusedError,
+    SubsampledPlate,
+    base_of,
+    in_subsampled_plate,
+    is_data,
+    is_deterministic,
+    traced,
+)
 
 __all__ = ["predict", "prior_draws"]
 
@@ -26,8 +36,12 @@ def predict(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     plates: Plates,
+    fixed: Collection[str],
+    also: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Observed sites drawn anew at every draw of the latent ones, on all rows of subsampled plates.
+    """Data drawn anew at every draw of the latent sites, on all rows of subsampled plates.
+
+    Deterministic sites are computed anew on the way, from the latent sites and the new data.
 
     Args:
         model: a Pyro model.
@@ -35,23 +49,29 @@ def predict(
         args: the model's positional arguments.
         kwargs: its keyword arguments.
         plates: its subsampled plates.
+        fixed: sites that are parameters at fixed values, and so no data.
+        also: deterministic sites whose values are wanted, too.
 
     Returns:
-        Values of the observed sites, of shape ``(M, *shape)``.
+        Values of the data and of the other sites wanted, of shape ``(M, *shape)``.
     """
-    free = poutine.uncondition(model)
     whole = Windows()
     with unseen():
         for window in windows(plates):
             sites: dict[str, Any] = {}
 
             def one(draw: dict[str, Tensor], window: Any = window, sites: Any = sites) -> dict[str, Tensor]:
+                anew = _DataAnew({*fixed, *draw})
                 with GivenIndices(window):
-                    conditioned = poutine.condition(free, data=draw)
-                    trace = poutine.trace(conditioned).get_trace(*args, **kwargs)
-                new = {n: s for n, s in stochastic(trace) if _was_observed(s) and n not in draw}
-                sites.update({n: (tuple(s["cond_indep_stack"]), s["fn"].event_dim) for n, s in new.items()})
-                return {name: site["value"] for name, site in new.items()}
+                    trace = traced(poutine.condition(anew(model), data=draw), args, kwargs)
+                shown = {
+                    n: s for n, s in variables(trace) if n in anew.names or (n in also and n not in draw)
+                }
+                values = {name: torch.as_tensor(site["value"]) for name, site in shown.items()}
+                for name, site in shown.items():
+                    event_dim = event_dim_of(site, tuple(values[name].shape))
+                    sites[name] = tuple(site["cond_indep_stack"]), event_dim
+                return values
 
             for name, part in at_draws(one, draws, None).items():
                 frames, event_dim = sites[name]
@@ -65,6 +85,7 @@ def prior_draws(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     plates: Plates,
+    fixed: Collection[str],
 ) -> dict[str, Tensor]:
     """Draws of the latent sites from their prior, ``(count, *shape)``; not of those in subsampled plates.
 
@@ -74,39 +95,69 @@ def prior_draws(
         args: the model's positional arguments.
         kwargs: its keyword arguments.
         plates: its subsampled plates.
+        fixed: sites that are parameters at fixed values, and so no data.
 
     Raises:
         ValueError: if a prior is improper.
     """
-    free = poutine.uncondition(model)
     window = next(windows(plates))
 
     def one(_: dict[str, Tensor]) -> dict[str, Tensor]:
+        anew = _DataAnew(fixed)
         with GivenIndices(window), _Proper():
-            trace = poutine.trace(free).get_trace(*args, **kwargs)
+            trace = traced(anew(model), args, kwargs)
         return {
             name: site["value"]
-            for name, site in stochastic(trace)
-            if not _was_observed(site) and not in_subsampled_plate(site["cond_indep_stack"])
+            for name, site in variables(trace)
+            if not site["is_observed"] and name not in anew.names and not is_deterministic(site)
+            if not in_subsampled_plate(site["cond_indep_stack"])
         }
 
     with unseen():
         return at_draws(one, {"draw": torch.arange(count)}, None)
 
 
+class _DataAnew(poutine.messenger.Messenger):
+    """Draws data from their distribution; what else Pyro calls observed stays as the model has it.
+
+    ``poutine.uncondition`` frees deterministic sites and factors as well, whose ``Delta`` then draws values
+    of other shapes, and parameters that ``poutine.condition`` has fixed.
+
+    Args:
+        kept: observed sites that stay as they are.
+    """
+
+    def __init__(self, kept: Collection[str]) -> None:
+        super().__init__()
+        self.kept = kept
+        self.names: set[str] = set()
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if not is_data(msg) or msg["name"] in self.kept:
+            return
+        self.names.add(msg["name"])
+        fn = base_of(msg["fn"])
+        if getattr(fn, "duration", 0) is None:  # Pyro's models of sequences
+            raise RefusedError(
+                f"data of site {msg['name']!r} can't be simulated: its {type(fn).__name__} has no duration; "
+                "pass duration=, the number of steps"
+            )
+        try:
+            msg["value"] = msg["fn"](*msg["args"], **msg["kwargs"])
+        except NotImplementedError as error:
+            raise RefusedError(
+                f"data of site {msg['name']!r} can't be simulated: {type(fn).__name__} has no sample method; "
+                "write one, or pass data that were simulated elsewhere"
+            ) from error
+        msg["is_observed"] = False
+
+
 class _Proper(poutine.messenger.Messenger):
     """Refuses to draw from improper priors."""
 
     def _pyro_sample(self, msg: Any) -> None:
-        fn = msg["fn"]
-        while hasattr(fn, "base_dist"):
-            fn = fn.base_dist
-        if isinstance(fn, dist.ImproperUniform):
-            raise ValueError(
+        if msg["value"] is None and isinstance(base_of(msg["fn"]), dist.ImproperUniform):
+            raise RefusedError(
                 f"there are no draws of the prior of site {msg['name']!r}, which is improper; leave prior "
                 "out, or pass draws by site"
             )
-
-
-def _was_observed(site: Any) -> bool:
-    return bool(infer_of(site).get("was_observed"))

@@ -1,4 +1,4 @@
-"""Which sites of a trace are random variables, and how to look at a program without leaving a mark."""
+"""Which sites of a trace have values to show, and how to look at a program without leaving a mark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pyro import poutine
 from pyro.distributions import Unit
 from pyro.poutine.subsample_messenger import _Subsample
 
-__all__ = ["infer_of", "latents", "stochastic", "unseen"]
+from pyro_sym.program import base_of
+
+__all__ = ["infer_of", "latents", "unseen", "variables"]
 
 
 @contextmanager
@@ -22,15 +24,10 @@ def unseen() -> Iterator[None]:
         yield
 
 
-def stochastic(trace: poutine.Trace) -> Iterator[tuple[str, Any]]:
-    """Sample sites that stand for random variables: no plates, deterministic sites or factors."""
+def variables(trace: poutine.Trace) -> Iterator[tuple[str, Any]]:
+    """Sample sites that have values: latent ones, data and deterministic ones, but no plates or factors."""
     for name, site in trace.nodes.items():
-        if site["type"] != "sample" or infer_of(site).get("_deterministic"):
-            continue
-        fn = site["fn"]
-        while hasattr(fn, "base_dist"):
-            fn = fn.base_dist
-        if not isinstance(fn, _Subsample | Unit):
+        if site["type"] == "sample" and not isinstance(base_of(site["fn"]), _Subsample | Unit):
             yield name, site
 
 
@@ -38,7 +35,7 @@ def latents(trace: poutine.Trace) -> dict[str, Any]:
     """The sites that a guide draws for a model."""
     return {
         name: site
-        for name, site in stochastic(trace)
+        for name, site in variables(trace)
         if not site["is_observed"] and not infer_of(site).get("is_auxiliary")
     }
 

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Fit:
         stats: statistics by name, of the same first two dims as the draws.
         attrs: what is said of the whole.
         shows_all: whether the model can be asked for any row of its subsampled plates.
+        other_args: positional arguments with another batch, if ``args`` have one of a loader.
         coords: labels of dims of the statistics.
         dims: names of dims of the statistics.
     """
@@ -51,6 +53,7 @@ class Fit:
     stats: dict[str, Tensor] = field(default_factory=dict)
     attrs: dict[str, Any] = field(default_factory=dict)
     shows_all: bool = True
+    other_args: tuple[Any, ...] | None = None
     coords: Mapping[str, Any] = field(default_factory=dict)
     dims: Mapping[str, list[str | None]] = field(default_factory=dict)
 
@@ -67,7 +70,9 @@ def from_draws(
         raise ValueError("there are no draws to export: the dict is empty")
     first = next(iter(values))
     for name, value in values.items():
-        if value.dim() < 2 or value.shape[:2] != values[first].shape[:2] or 0 in value.shape[:2]:
+        if 0 in value.shape[:2]:
+            raise ValueError(f"there are no draws: those of site {name!r} have shape {tuple(value.shape)}")
+        if value.dim() < 2 or value.shape[:2] != values[first].shape[:2]:
             raise ValueError(
                 f"draws of site {name!r} have shape {tuple(value.shape)}, and of {first!r} "
                 f"{tuple(values[first].shape)}; pass (num_chains, num_samples, *shape), alike for all sites"
@@ -86,8 +91,10 @@ def from_mcmc(
     kernel = mcmc.kernel
     model = model if model is not None else getattr(kernel, "model", None)
     batches = getattr(kernel, "batches", None) if args is None else None
+    other_args = None
     if batches is not None:  # the model's arguments are a part of the data
-        args = Loader(batches).first().args
+        args, *others = (Loader([batch]).first().args for batch in islice(batches, 2))
+        other_args = others[0] if others else None
     args = args if args is not None else getattr(mcmc, "_args", None) or ()
     kwargs = kwargs if kwargs is not None else getattr(mcmc, "_kwargs", None) or {}
     reports = [report or {} for report in getattr(mcmc, "_diagnostics", [])]
@@ -106,7 +113,7 @@ def from_mcmc(
             name: math.prod(transform.forward_shape(draws[name].shape[2:]))
             for name, transform in kernel.transforms.items()
         }
-    return Fit(draws, model, args, kwargs, stats, attrs, batches is None, coords, dims)
+    return Fit(draws, model, args, kwargs, stats, attrs, batches is None, other_args, coords, dims)
 
 
 def from_guide(
@@ -201,6 +208,11 @@ def _mcmc_draws(mcmc: Any) -> dict[str, Tensor]:
     draws = dict(mcmc.get_samples(group_by_chain=True))
     if not draws:
         raise ValueError("the MCMC has no latent sites to export")
+    if not math.prod(next(iter(draws.values())).shape[:2]):
+        raise ValueError(
+            "the MCMC has no draws: its run ended in the warm-up, by a divergence or an interrupt. Run it "
+            "again; after a divergence, with a smaller step_size or from another start"
+        )
     return draws
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from pyro_sym.export.log_sum import LogSum
 from pyro_sym.export.rows import Window
-from pyro_sym.export.sites import infer_of, stochastic
+from pyro_sym.export.sites import infer_of
+from pyro_sym.program import is_data
 
 __all__ = ["Data", "Term", "mask_of", "picks_rows", "terms_of"]
 
@@ -72,8 +73,8 @@ def picks_rows(site: Any, window: Window, seen: dict[str, Tensor]) -> bool:
 
 
 def terms_of(trace: poutine.Trace, given: Set[str]) -> Iterator[Term]:
-    """The terms of a trace whose log probabilities are computed; draws are given for some sites."""
-    observed = {name: site for name, site in stochastic(trace) if site["is_observed"] and name not in given}
+    """The terms of a trace whose log probabilities are computed; the given sites have draws, or are fixed."""
+    observed = {name: site for name, site in trace.nodes.items() if is_data(site) and name not in given}
     samples = [site for site in trace.nodes.values() if site["type"] == "sample"]
     enumerated = [site for site in samples if infer_of(site).get("_enumerate_dim") is not None]
     tied: set[str] = set()

@@ -15,7 +15,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_sym.errors import NoDensityError
-from pyro_sym.program import in_subsampled_plate
+from pyro_sym.program import in_subsampled_plate, is_deterministic
 
 __all__ = ["Capture", "Captured", "Draws", "InPlates"]
 
@@ -77,7 +77,7 @@ class Capture(Messenger):
         if site_is_subsample(msg):
             return
         if msg["is_observed"]:
-            if not self.runs_model:
+            if not self.runs_model and not is_deterministic(msg):
                 raise NoDensityError(
                     f"the guide has a factor or an observation {msg['name']!r}, so its draws do not have "
                     "the density of its sites; remove it"

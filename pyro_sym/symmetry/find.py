@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from pyro import distributions as dist
 from pyro.distributions import constraints
 from torch import Tensor
 
 from pyro_sym.errors import SymmetryError
-from pyro_sym.program import LatentSite, Program, in_subsampled_plate, uniform_draw
+from pyro_sym.fixed import fixed_parameters
+from pyro_sym.program import LatentSite, Program, in_subsampled_plate, is_data, uniform_draw
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.comparison import NUM_DIFFERENCES, Joint, compared
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
@@ -233,11 +233,11 @@ def _candidates(program: Program) -> list[_Axis]:
             f"{list(program.enumerated)}); is everything observed, or hidden by poutine.block?"
         )
     values, indices = program.draw()
+    no_data = {*program.latents, *fixed_parameters(program.model, program.args, program.kwargs)}
     data = {
         frame.name
         for name, site in program.trace(values, indices).nodes.items()
-        if site["type"] == "sample" and site["is_observed"] and name not in program.latents
-        if not isinstance(site["fn"], dist.Unit)
+        if is_data(site) and name not in no_data
         for frame in site["cond_indep_stack"]
     }
     return [axis for latent in program.latents.values() for axis in _axes(latent, data)]

@@ -142,3 +142,43 @@ def test_models_without_allocations_are_refused() -> None:
         allocation_probabilities(subsampled)
     with pytest.raises(ValueError, match=r"different numbers of components, \[2, 3\]; name one as site"):
         allocation_probabilities(several)({"weights": torch.ones(1, 2) / 2})
+
+
+def test_latent_sites_and_parameters_with_a_mixture_for_a_prior_are_no_data() -> None:
+    def model(y: Tensor) -> None:
+        both = dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), dist.Normal(torch.zeros(2), 1.0))
+        pyro.sample("slab", both)
+        pyro.sample("spike", both)
+        summed(y)
+
+    values = draws(6)
+    fixed = pyro.poutine.condition(model, {"spike": torch.tensor(1.0)})
+    p = allocation_probabilities(fixed, (Y,))({**values, "slab": torch.randn(6)})
+    torch.testing.assert_close(p, closed_form(values))
+
+
+def test_deterministic_sites_and_data_by_condition() -> None:
+    def model() -> None:
+        summed_ = pyro.poutine.condition(summed, {"y": Y})
+        summed_(torch.zeros(4))
+        pyro.deterministic("y_mean", Y.mean())
+
+    values = draws(6)
+    torch.testing.assert_close(allocation_probabilities(model)(values), closed_form(values))
+
+
+def test_wrong_calls_say_how_it_is_called() -> None:
+    values = draws(6)
+    for args in ((values, Y), (values,), (Y,), ((Y,), Y)):
+        with pytest.raises(
+            TypeError, match=r"a tuple and a dict .* allocation_probabilities\(model, \(x,\)\)"
+        ):
+            allocation_probabilities(summed, *args)
+    found = allocation_probabilities(summed, (Y,))
+    with pytest.raises(ValueError, match=r"no draws of the latent site 'locs', but of \['weights'\]"):
+        found({"weights": values["weights"]})
+    with pytest.raises(ValueError, match=r"'weights' have shape \(1, 6, 3\), where \(m, \*shape\)"):
+        found({name: value.unsqueeze(0) for name, value in values.items()})
+    with pytest.raises(ValueError, match="there are no draws"):
+        found(draws(0))
+    torch.testing.assert_close(allocation_probabilities(summed, [Y])(values), closed_form(values))

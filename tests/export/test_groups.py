@@ -73,6 +73,7 @@ def test_all_groups_and_their_dims() -> None:
         ("w",): (*sampled, "feature"),
         ("offset",): (*sampled, "group", "offset_dim_1"),
         ("at_one",): (*sampled, "group"),
+        ("mean",): (*sampled, "mean_dim_0", "mean_dim_1"),
     }
     assert dims == {
         **{("posterior", *name): value for name, value in both.items()},
@@ -85,6 +86,7 @@ def test_all_groups_and_their_dims() -> None:
         ("predictions", "y"): (*sampled, "group", "data"),
         ("prior", "w"): (*sampled, "feature"),
         ("prior", "offset"): (*sampled, "group", "offset_dim_1"),
+        ("prior", "mean"): (*sampled, "mean_dim_0", "mean_dim_1"),
         ("prior_predictive", "y"): (*sampled, "group", "data"),
         ("constant_data", "x"): ("data", "feature"),
         ("predictions_constant_data", "x"): ("data", "feature"),

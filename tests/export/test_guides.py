@@ -25,12 +25,12 @@ from tests.export.runs import SYMMETRY, Y, groups, mixture, names
 def test_autoguides_become_one_chain(make: Any) -> None:
     data = from_pyro_svi(make(mixture), args=(Y,), num_samples=30)
     assert groups(data) == {"posterior", "observed_data"}
-    assert names(data, "posterior") == {"locs", "weights"}
+    assert names(data, "posterior") == {"locs", "weights", "gap"}
     posterior = dataset(data, "posterior")
     assert posterior["locs"].dims == ("chain", "draw", "component")
     assert posterior["locs"].shape == (1, 30, 2)
     assert float(posterior["locs"].std()) > 0
-    assert len(_arviz.load().summary(data, kind="stats")) == 4
+    assert len(_arviz.load().summary(data, kind="stats")) == 5
 
 
 def test_hand_written_guide() -> None:
@@ -82,8 +82,9 @@ def test_bad_number_of_samples() -> None:
 def log_joint(model: Callable[..., Any], posterior: Any, *args: Any) -> Tensor:
     """The reference: condition and trace, draw by draw."""
     rows = []
+    values = {name: torch.from_numpy(value.values[0]) for name, value in posterior.items() if name != "gap"}
     for i in range(posterior.sizes["draw"]):
-        draw = {name: torch.from_numpy(value.values[0, i].copy()) for name, value in posterior.items()}
+        draw = {name: value[i] for name, value in values.items()}
         rows.append(poutine.trace(poutine.condition(model, data=draw)).get_trace(*args).log_prob_sum())
     return torch.stack(rows)
 

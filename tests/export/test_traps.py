@@ -261,7 +261,9 @@ def test_masks_of_observations() -> None:
     draws = {"loc": torch.randn(2, 6), "y_unobserved": torch.randn(2, 6, 4)}
     asked: dict[str, Any] = {"log_likelihood": True, "posterior_predictive": True, "prior": 3}
     data = from_pyro(draws, model=model, **asked)
-    assert names(data, "posterior") == names(data, "prior") == {"loc", "y_unobserved"}
+    assert names(data, "posterior") == names(data, "prior") == {"loc", "y_unobserved", "y"}
+    completed = torch.where(seen, y, draws["y_unobserved"])
+    np.testing.assert_array_equal(dataset(data, "posterior")["y"], completed)
     for group in ("observed_data", "log_likelihood", "posterior_predictive", "prior_predictive"):
         assert names(data, group) == {"y_observed"}
         assert list(dataset(data, group)["y_observed"]["data"].values) == [0, 1, 3]

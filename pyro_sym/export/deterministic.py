@@ -1,0 +1,209 @@
+"""Deterministic sites: what a model computes from its latent sites, at every draw and on all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+
+from pyro_sym.export.at_draws import at_draws, at_finite_draws
+from pyro_sym.export.names import event_dim_of
+from pyro_sym.export.rows import Window, Windows, windows
+from pyro_sym.export.sites import unseen, variables
+from pyro_sym.program import (
+    GivenIndices,
+    SubsampledPlate,
+    in_subsampled_plate,
+    init_to_prior,
+    is_deterministic,
+    subsampled_plates,
+    traced,
+)
+
+__all__ = ["Deterministic"]
+
+Values = Mapping[str, Tensor]
+
+# So many times sites without draws are drawn anew, to see what depends on them: a fair coin shows the same
+# side every time with a probability of 2e-6.
+NUM_RUNS = 20
+# Draws are evaluated many at once: few enough that values of so many numbers are made.
+MOST_DRAWS, CHUNK_NUMEL = 64, 2**20
+
+
+class Deterministic:
+    """The deterministic sites of a model.
+
+    A site has one value a draw if it is a function of sites that have draws. It has none if it depends on
+    sites that are summed out, or on the rows that a subsampled plate or a loader happens to show while it
+    lies outside of the plate.
+
+    Args:
+        model: the Pyro model.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        first: the model's trace at a draw.
+        draw: this draw, constrained values by site.
+
+    Attributes:
+        sites: by name, those that have one value a draw, as far as has been compared.
+        left_out: the names of those that have not.
+        given: those of ``sites`` that have draws of their own, and yet can be computed.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        first: poutine.Trace,
+        draw: Values,
+    ) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        every = {name: site for name, site in variables(first) if is_deterministic(site)}
+        # Latent sites without draws, at the values that they happen to have.
+        self._others = {
+            name: site["value"]
+            for name, site in variables(first)
+            if not site["is_observed"] and name not in every and name not in draw
+        }
+        # A model reparametrised later has draws of the replaced sites in place of the new ones.
+        self.given = frozenset() if self._others else frozenset(every.keys() & draw.keys())
+        self.sites = {name: site for name, site in every.items() if name in self.given or name not in draw}
+        self.left_out: set[str] = set()
+        self._numel = sum(torch.as_tensor(site["value"]).numel() for _, site in variables(first))
+        self._draw = {name: value for name, value in draw.items() if name not in self.given}
+        self._expected = {name: torch.as_tensor(site["value"]) for name, site in self.sites.items()}
+        if self.sites:
+            self._leave_out_unsettled({name: first.nodes[name]["value"] for name in subsampled_plates(first)})
+
+    @property
+    def in_subsampled_plates(self) -> list[str]:
+        """Those that have a value for each row of a subsampled plate."""
+        return [n for n, site in self.sites.items() if in_subsampled_plate(site["cond_indep_stack"])]
+
+    def compare(self, window: Window, args: tuple[Any, ...] | None = None) -> poutine.Trace:
+        """Run the model on other rows, and leave out what is another value there.
+
+        Args:
+            window: the rows of subsampled plates.
+            args: positional arguments with other rows, if not the window shows them.
+
+        Returns:
+            The model's trace there.
+        """
+        trace = self._run(self._draw, window, self.args if args is None else args)
+        for name, site in list(self.sites.items()):
+            inside = in_subsampled_plate(site["cond_indep_stack"])
+            if inside and window:
+                frames = site["cond_indep_stack"]
+                value = self._expected[name]
+                event_dim = event_dim_of(site, tuple(value.shape))
+                dims = [f.dim - event_dim for f in frames if f.vectorized and f.name in window]
+                if all(-dim <= value.dim() for dim in dims):
+                    continue
+            if inside or not _equal(self._expected[name], trace.nodes.get(name)):
+                self._leave_out(name)
+        return trace
+
+    def leave_out_in(self, plates: Collection[str]) -> None:
+        """Leave out what lies in one of these plates."""
+        for name, site in list(self.sites.items()):
+            if any(frame.name in plates for frame in site["cond_indep_stack"]):
+                self._leave_out(name)
+
+    def at(
+        self, draws: Values, plates: Mapping[str, SubsampledPlate], wanted: Collection[str]
+    ) -> dict[str, Tensor]:
+        """The values of some of the sites at draws.
+
+        Args:
+            draws: constrained values, of shape ``(M, *shape)``.
+            plates: the subsampled plates.
+            wanted: names of sites.
+
+        Returns:
+            Values by site, of shape ``(M, *shape)``, on all rows; NaN at draws that are not finite.
+        """
+        wanted = [name for name in self.sites if name in wanted]
+        if not wanted:
+            return {}
+        held = {name: value for name, value in draws.items() if name not in self.given}
+        chunk_size = max(1, min(MOST_DRAWS, CHUNK_NUMEL // max(1, self._numel)))
+        whole = Windows()
+        by_row = not set(wanted).isdisjoint(self.in_subsampled_plates)
+        with unseen():
+            for window in windows(plates):
+                sites: dict[str, Any] = {}
+
+                def one(
+                    draw: dict[str, Tensor], window: Any = window, sites: Any = sites
+                ) -> dict[str, Tensor]:
+                    nodes = self._run(draw, window, self.args).nodes
+                    sites.update({name: nodes[name] for name in wanted})
+                    return {name: torch.as_tensor(nodes[name]["value"]) for name in wanted}
+
+                def several(draws: Values, one: Any = one) -> dict[str, Tensor]:
+                    return at_draws(one, draws, chunk_size)
+
+                for name, part in at_finite_draws(several, held).items():
+                    event_dim = event_dim_of(sites[name], tuple(part.shape[1:]))
+                    whole.put(name, part, sites[name]["cond_indep_stack"], window, event_dim)
+                if not by_row:  # other windows show the same
+                    break
+        return whole.values
+
+    def _run(self, draw: Values, window: Window, args: tuple[Any, ...]) -> poutine.Trace:
+        with GivenIndices(window) if window else nullcontext():
+            held = poutine.condition(self.model, data={**self._others, **draw})
+            return traced(held, args, self.kwargs)
+
+    def _leave_out(self, name: str) -> None:
+        self.left_out.add(name)
+        self.sites.pop(name, None)
+
+    def _leave_out_unsettled(self, rows: Window) -> None:
+        """Leave out what depends on sites without draws."""
+        for _ in range(NUM_RUNS if self._others else 0):
+            with pyro.validation_enabled(False), _Anew(self._others), GivenIndices(rows):
+                trace = traced(poutine.condition(self.model, data=self._draw), self.args, self.kwargs)
+            for name in list(self.sites):
+                if not _equal(self._expected[name], trace.nodes.get(name)):
+                    self._leave_out(name)
+
+
+class _Anew(Messenger):
+    """Draws sites anew, where it can from all of their values alike."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["name"] not in self.names or msg["value"] is not None:
+            return
+        fn = msg["fn"]
+        if not fn.has_enumerate_support:
+            msg["value"] = init_to_prior(msg)
+            return
+        support = fn.enumerate_support(expand=False).reshape(-1, *fn.event_shape)  # (K, *event_shape)
+        msg["value"] = support[torch.randint(len(support), fn.batch_shape, device=support.device)]
+
+
+def _equal(value: Tensor, site: Any) -> bool:
+    if site is None:
+        return False
+    other = torch.as_tensor(site["value"])
+    if value.shape != other.shape or value.dtype != other.dtype:
+        return False
+    if not value.is_floating_point() or not value.numel():
+        return torch.equal(value, other)
+    # On a GPU one sum may come out in two ways.
+    rounding = 8 * torch.finfo(value.dtype).eps * float(value.nan_to_num().abs().max())
+    return torch.allclose(value, other, rtol=0.0, atol=rounding, equal_nan=True)
