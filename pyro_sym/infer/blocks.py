@@ -82,7 +82,9 @@ class Blocks(OrbitAverage):
         for part in run.parts(max(1, CHUNK_NUMEL // entries)):
             surrogate = Surrogate(self.coupling, sizes, self._points(part.draws.values), moments)
             averages.append(self._log_average(part, surrogate, num_elements, with_identity))
-        return torch.cat(averages) - self.symmetry.log_order(values)
+        # All elements are summed over, those that act alike too.
+        viewed = self.group.view(values)
+        return torch.cat(averages) - sum(block.log_order(viewed) for block in self.coupling.blocks)
 
 
 @dataclass

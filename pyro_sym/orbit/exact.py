@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from pyro_sym.symmetry.base import Element, Symmetry, map_element
+from pyro_sym.symmetry.base import Element, Symmetry, length, map_element
 
 __all__ = ["LogProb", "enumerated", "log_prob_at_images"]
 
@@ -46,7 +46,7 @@ def enumerated(symmetry: Symmetry, log_prob: LogProb, values: Mapping[str, Tenso
         :math:`\log q^G(\omega)`, of shape ``(P,)``, in nats.
     """
     elements = symmetry.elements(values)
-    order = _length(elements)
+    order = length(elements)
     numel = sum(value.numel() for value in values.values())
     rows = max(1, CHUNK_NUMEL // numel)
     starts = range(1, order, rows)  # the identity is first, and known: own
@@ -90,10 +90,3 @@ def _summed_chunk(
         return log_prob_at_images(symmetry, log_prob, at, elements).logsumexp(0, keepdim=True)
 
     return checkpoint(row, *values.values(), use_reentrant=False, preserve_rng_state=False)
-
-
-def _length(elements: Element) -> int:
-    first = elements
-    while isinstance(first, tuple):
-        first = first[0]
-    return len(first)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_sym.orbit.exact import LogProb, log_prob_at_images
-from pyro_sym.symmetry.base import Element, Symmetry
+from pyro_sym.symmetry.base import Symmetry, unmoved
 
 __all__ = ["uniform", "uniform_unbiased"]
 
@@ -50,13 +50,14 @@ def uniform(
 def uniform_unbiased(
     symmetry: Symmetry, log_prob: LogProb, values: Mapping[str, Tensor], own: Tensor, num_elements: int
 ) -> Tensor:
-    r"""The logarithm of an unbiased estimate of :math:`q^G(\omega)`, the identity stratified out.
+    r"""The logarithm of an unbiased estimate of :math:`q^G(\omega)`, idle elements stratified out.
 
     With :math:`g_1, \dots, g_K` uniform on :math:`G`,
 
     .. math::
 
-        \hat q(\omega) = \frac{q(\omega)}{|G|} + \frac1K \sum_k [g_k \ne e]\, q(g_k \cdot \omega), \qquad
+        \hat q(\omega) = \frac{q(\omega)}{|G|}
+        + \frac1K \sum_k [g_k \cdot \omega \ne \omega]\, q(g_k \cdot \omega), \qquad
         \mathbb E \log \hat q(\omega) \le \log q^G(\omega),
 
     by Jensen's inequality, so :math:`\mathbb E[\log q(\omega) - \log \hat q(\omega)]` bounds the gain from
@@ -74,15 +75,8 @@ def uniform_unbiased(
         :math:`\log \hat q(\omega)`, of shape ``(P,)``.
     """
     elements = symmetry.sample(values, (num_elements, len(own)))
-    images = log_prob_at_images(symmetry, log_prob, values, elements)
-    neutral = _agree(elements, symmetry.identity(values, (num_elements, len(own))))
-    images = images.masked_fill(neutral, -math.inf) - math.log(num_elements)
-    return torch.cat([(own - symmetry.log_order(values)).unsqueeze(0), images]).logsumexp(0)
-
-
-def _agree(first: Element, second: Element) -> Tensor:
-    """Where two batches of elements are equal, of the batch's shape."""
-    if isinstance(first, tuple):
-        parts = [_agree(a, b) for a, b in zip(first, second, strict=True)]
-        return torch.stack(parts).all(0)
-    return (first == second).all(-1)
+    rows = {site: value.unsqueeze(0) for site, value in values.items()}
+    images = symmetry.act(elements, rows)
+    at_images = log_prob(images).masked_fill(unmoved(symmetry.sites, images, rows, 2), -math.inf)
+    terms = [(own - symmetry.log_order(values)).unsqueeze(0), at_images - math.log(num_elements)]
+    return torch.cat(terms).logsumexp(0)
