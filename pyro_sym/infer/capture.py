@@ -107,14 +107,12 @@ class Capture(Messenger):
         if site_is_subsample(msg):
             return
         if msg["is_observed"]:
-            if not self.hide:
-                return
-            if not self.runs_model:
+            if self.hide and not self.runs_model:
                 raise NoDensityError(
                     f"the guide has a factor or an observation {msg['name']!r}, so its draws do not have "
                     "the density of its sites; remove it"
                 )
-            msg["stop"] = True
+            msg["stop"] = self.runs_model
             return
         frames = tuple(msg["cond_indep_stack"])
         hidden = self.hide and not in_subsampled_plate(frames)

@@ -35,12 +35,16 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
+from torch.distributions.transforms import IndependentTransform, StickBreakingTransform
 
 from pyro_sym.errors import NoDensityError
 
-__all__ = ["GuideCall", "check_independence", "log_density"]
+__all__ = ["GuideCall", "agrees", "check_independence", "log_density"]
 
 Values = dict[str, Tensor]
+
+# What a density computed again may be off by, in nats: so much, and as much again for every so many nats.
+ROUNDING, MANY = 0.1, 1e3
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,23 @@ class GuideCall:
     kwargs: Mapping[str, Any]
     indices: Mapping[str, Tensor]
     given: Mapping[str, int] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def agrees(again: Tensor, own: Tensor) -> Tensor:
+    """Where a log density computed from values is that which the guide gave to its draws, but for rounding.
+
+    It is another where a value has lost what the guide drew it from, at the edge of its support, and where a
+    flow's inverse is off. What it says of other points is of no use there.
+
+    Args:
+        again: the log density computed from the values.
+        own: the log density that the guide gave to them.
+
+    Returns:
+        A tensor of booleans of their shape.
+    """
+    return (again - own).abs() <= ROUNDING * (1 + own.abs() / MANY)
 
 
 @singledispatch
@@ -84,12 +105,29 @@ def log_density(guide: Callable[..., Any], call: GuideCall) -> Callable[[Values]
 def _unconstrained(site: Any, value: Tensor, native_dim: int) -> tuple[Tensor, Tensor]:
     """Flat unconstrained coordinates of a site, and log |d value / d unconstrained|; batch dims in front."""
     transform = biject_to(site["fn"].support)
-    unconstrained = transform.inv(value)
+    unconstrained = _inverse(transform, value)
     batch = value.dim() - native_dim
     log_det = transform.log_abs_det_jacobian(unconstrained, value)
     return unconstrained.flatten(batch) if native_dim else unconstrained.unsqueeze(-1), _rightmost(
         log_det, batch
     )
+
+
+def _inverse(transform: Any, value: Tensor) -> Tensor:
+    """The inverse of a map to a support, exact too where the last sticks of a simplex are short.
+
+    ``StickBreakingTransform`` has what is left of the stick as 1 less what was broken off, which leaves no
+    digits of it. The sum of the entries that follow has them all.
+    """
+    if isinstance(transform, IndependentTransform):
+        return _inverse(transform.base_transform, value)
+    if not isinstance(transform, StickBreakingTransform):
+        return transform.inv(value)
+    tiny = torch.finfo(value.dtype).tiny
+    left = value.flip(-1).cumsum(-1).flip(-1)[..., 1:].clamp_min(tiny)
+    first = value[..., :-1].clamp_min(tiny)
+    slots = torch.arange(first.shape[-1], 0, -1, dtype=value.dtype, device=value.device)
+    return first.log() - left.log() + slots.log()
 
 
 def _rightmost(tensor: Tensor, batch: int) -> Tensor:
