@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import pyro
 import pyro.distributions as dist
@@ -23,8 +23,9 @@ from pyro_sym.infer.average import OrbitAverage, Run, Trivial
 from pyro_sym.infer.capture import Capture, Captured, Draws, InPlates
 from pyro_sym.infer.certificate import Certificate, certificate
 from pyro_sym.infer.choice import Estimator, EstimatorName, choose
-from pyro_sym.infer.density import GuideCall, agrees, check_independence, log_density
+from pyro_sym.infer.density import GuideCall, check_independence, log_density
 from pyro_sym.infer.factors import factorises, pair_factors
+from pyro_sym.infer.gain import SymmetryGain, reliable, symmetry_gain
 from pyro_sym.infer.units import LogRatios, normals_of, pair_normals
 from pyro_sym.infer.weights import common_scale, is_one, masks, refuse_uneven_masks, sites_apart
 from pyro_sym.orbit.exact import LogProb
@@ -40,48 +41,6 @@ MAX_OUTER = 4
 NUM_TRIED = 8
 # Images at which it is tried whether a guide's other sites depend on what moves.
 NUM_MOVED = 16
-# Bounds of a gain that are farther apart than this, in nats, are said to be.
-WIDE = 0.1
-
-
-class SymmetryGain(NamedTuple):
-    r"""What symmetrising is worth: :math:`I(g; \omega) = \mathcal L^G - \mathcal L`, in nats.
-
-    The gain lies in :math:`[0, \log |G|]`. Where it can't be computed exactly it lies between two bounds, up
-    to their standard errors. For guides that do not factorise over units, as those with a full covariance or
-    a flow, the bounds may be several nats apart; :attr:`width` and the ``repr`` say so. Then ``estimate`` is
-    a point between bounds, and its digits mean little.
-
-    Attributes:
-        lower: mean of a lower bound (with ``method="exact"``, of the value itself). It may be below 0, within
-            its standard error.
-        estimate: the best single figure.
-        upper: mean of an upper bound, at most ``log_order`` in expectation.
-        standard_error: of the Monte Carlo means, the larger of the two; 0 for an upper bound that is
-            ``log_order``.
-        log_order: ``log |G|``, which the gain can't exceed.
-        method: the estimator used, and where a half is not that estimator's own, by what it is.
-        num_samples: number of draws of the guide.
-    """
-
-    lower: float
-    estimate: float
-    upper: float
-    standard_error: float
-    log_order: float
-    method: str
-    num_samples: int
-
-    @property
-    def width(self) -> float:
-        """How far the bounds are apart, in nats: the estimate is known to no better than this."""
-        return self.upper - self.lower
-
-    def __repr__(self) -> str:
-        """The fields, and a remark where the bounds are more than a tenth of a nat apart."""
-        fields = ", ".join(f"{name}={value!r}" for name, value in self._asdict().items())
-        remark = f" <bounds {self.width:.2g} nats apart>" if self.width > WIDE else ""
-        return f"SymmetryGain({fields}){remark}"
 
 
 @dataclass(frozen=True)
@@ -290,53 +249,25 @@ class AutoSymmetrized(AutoGuide):
             is their midpoint; a draw takes some 20 ms at 64 units and seconds at 512, where fewer draws do.
             With the uniform one the lower half is at most :math:`\log K`; the upper half, from an unbiased
             estimate of the density, is the better single figure.
+
+        Raises:
+            ValueError: if ``num_samples`` is below 1.
+
+        Warns:
+            UserWarning: if draws have another density when it is computed again from their values.
         """
+        if num_samples < 1:
+            raise ValueError(f"num_samples={num_samples} must be at least 1")
         with torch.no_grad():
             layout, draws = self._draw(num_samples, args, kwargs)
-            log_order = self.symmetry.log_order(draws.values)
-            # What is known of a draw at which the density can't be computed again.
-            lower = torch.zeros(num_samples, dtype=torch.double, device=draws.own.device)
-            upper, note = torch.full_like(lower, log_order), ""
-            good = self._reliable(layout, draws, args, kwargs)
+            good = torch.ones_like(draws.own, dtype=torch.bool)
+            if not isinstance(self._average, Trivial):
+                good = reliable(self._log_density(layout, draws, args, kwargs)(draws.values), draws.own)
+            found = None
             if good.any():
-                average = self._chosen.bracket(
-                    self._run(layout, _chosen_rows(draws, good), args, kwargs), self.num_elements
-                )
-                lower[good], upper[good] = -average.upper.double(), -average.lower.double()
-                note = average.note
-        highest = min(float(upper.mean()), log_order)
-        ends = (min(float(lower.mean()), highest), highest)  # a smaller lower bound is one, too
-        halves = (lower, upper) if highest < log_order else (lower,)
-        errors = [float(half.std()) / math.sqrt(num_samples) for half in halves]
-        return SymmetryGain(
-            lower=ends[0],
-            estimate=sum(ends) / 2 if self.method == "importance" else ends[1],
-            upper=ends[1],
-            standard_error=max(errors),
-            log_order=log_order,
-            method=f"{self.method}{note}",
-            num_samples=num_samples,
-        )
-
-    def _reliable(
-        self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Tensor:
-        """Which draws have the same density when it is computed again; a warning if some have not."""
-        if isinstance(self._average, Trivial):
-            return torch.ones_like(draws.own, dtype=torch.bool)
-        again = self._log_density(layout, draws, args, kwargs)(draws.values)
-        good = agrees(again, draws.own)
-        if not good.all():
-            off = (again - draws.own).abs()
-            warnings.warn(
-                f"the guide's log density at {int((~good).sum())} of {len(good)} draws is another when it is "
-                f"computed again from their values (by up to {float(off.max()):.2g} nats), because values "
-                "lie at the edge of their support, or a flow can't be inverted in this precision. All that is "
-                "known of their gain is that it lies between 0 and log |G|; use double precision, or a guide "
-                "that is narrower or easier to invert",
-                stacklevel=3,
-            )
-        return good
+                run = self._run(layout, draws.at(good), args, kwargs)
+                found = self._chosen.bracket(run, self.num_elements)
+        return symmetry_gain(found, good, self._chosen.method, self.symmetry.log_order(draws.values))
 
     @torch.no_grad()
     def sample_posterior(
@@ -600,12 +531,6 @@ def _joined(rows: list[Draws]) -> Draws:
     """Several calls' draws as those of one call, which is the last."""
     values = {name: torch.cat([row.values[name] for row in rows]) for name in rows[-1].values}
     return replace(rows[-1], values=values, own=torch.cat([row.own for row in rows]), scaled=None)
-
-
-def _chosen_rows(draws: Draws, rows: Tensor) -> Draws:
-    """Some of the draws."""
-    values = {name: value[rows] for name, value in draws.values.items()}
-    return replace(draws, values=values, own=draws.own[rows], scaled=None)
 
 
 class AutoSymmetrizedNormal(AutoSymmetrized):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +59,11 @@ class Draws:
     indices: dict[str, Tensor]
     fns: dict[str, Any] = field(default_factory=dict)
     scaled: Tensor | None = None
+
+    def at(self, rows: Tensor) -> Draws:
+        """Some of the draws."""
+        values = {name: value[rows] for name, value in self.values.items()}
+        return replace(self, values=values, own=self.own[rows], scaled=None)
 
 
 class _Term(NamedTuple):

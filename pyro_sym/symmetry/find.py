@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_sym.errors import SymmetryError
 from pyro_sym.program import LatentSite, Program, in_subsampled_plate, uniform_draw
-from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.base import Symmetry, unmoved
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
 from pyro_sym.symmetry.model import (
     MAX_GENERATORS,
@@ -113,12 +113,14 @@ def _find(program: Program, dtype: torch.dtype) -> Symmetry:
     read = list(_read_off_networks(program, dtype))
     axes = [axis for axis in _candidates(program) if not any(axis.is_moved_by(group) for group in read)]
     search = _Search(program, dtype)
-    members: list[Symmetry] = list(search.groups(Permutation, [axis for axis in axes if axis.size > 1]))
+    idle = [axis for axis in axes if axis.size > 1 and search.is_idle(axis)]
+    moving = [axis for axis in axes if axis.size > 1 and axis not in idle]
+    members: list[Symmetry] = list(search.groups(Permutation, moving))
     for flip in search.groups(SignFlip, [axis for axis in axes if axis.signed]):
         if not _repeats(flip, members, search.points[0].values):
             # Product refuses a flip of which only a part rides on a permutation.
             with suppress(SymmetryError):
-                members = Product(*members, flip).members
+                members = Product(*_carrying(flip, members, idle), flip).members
     order = list(program.latents)
     members.sort(key=lambda member: order.index(member.sites[0]))
     if members and not _passes(program, dtype, Product(*members)):
@@ -157,6 +159,22 @@ def _passes(program: Program, dtype: torch.dtype, symmetry: Symmetry) -> bool:
     except SymmetryError:
         return False
     return True
+
+
+def _carrying(flip: Symmetry, members: list[Symmetry], idle: list[_Axis]) -> list[Symmetry]:
+    """The members, with idle axes that a flip moves given to the permutation on which the flip rides."""
+    axes = {axis.site: axis.axes for axis in idle if axis.is_moved_by(flip)}
+    rides = [
+        isinstance(member, Permutation)
+        and any(set(several) & set(flip.axes.get(site, ())) for site, several in member.axes.items())
+        for member in members
+    ]
+    if not axes or sum(rides) != 1:
+        return members
+    return [
+        Permutation({**member.axes, **axes}) if carries else member
+        for member, carries in zip(members, rides, strict=True)
+    ]
 
 
 def _repeats(flip: Symmetry, members: list[Symmetry], values: dict[str, Tensor]) -> bool:
@@ -260,6 +278,15 @@ class _Search:
         with suppress(ValueError):  # the prior alone may know where the log joint is finite
             self.points += self._mild_points(near_zero)
         refuse_hidden_randomness(program, self.points[0].values, self.points[0].indices)
+
+    def is_idle(self, axis: _Axis) -> bool:
+        """Whether swaps leave all values alone, as those of both axes of a 2 x 2 correlation matrix do."""
+        group = _group(Permutation, [axis])
+        return all(
+            bool(unmoved(group.sites, group.act(swap, point.values), point.values))
+            for _, swap in group.generators(self.points[0].values)[:1]
+            for point in self.points
+        )
 
     def groups(self, kind: Kind, axes: list[_Axis]) -> Iterator[Symmetry]:
         """The minimal symmetric sets, those of many units first."""
