@@ -106,7 +106,14 @@ class AutoSymmetrized(AutoGuide):
     What is said of permutations and sign flips holds for a :class:`Viewed` of them too, as the channels of a
     flattened image are, and for products of views: the guide's coordinates are seen in the same shapes.
     (Views of views are groups of another kind.) A group with one element, such as ``Product()`` for a model
-    in which no symmetry was found, leaves the guide as it is, at no cost and with a gain of exactly 0.
+    in which no symmetry was found, leaves the guide as it is, for every ELBO and at no cost, with a gain of
+    exactly 0.
+
+    The guide's own scales and masks (``poutine.scale``, ``poutine.mask``, masked distributions) are kept.
+    With a scale :math:`s` on the moved sites their term is :math:`s \log q^G(\omega)`; sites with another
+    scale keep it, and have to be independent of the moved ones. What is masked counts nothing, and the group
+    has to leave the mask as it is. With scales that differ between guide and model, the objective is no bound
+    on the log evidence, as without symmetrising.
 
     In training :math:`\omega` is drawn from :math:`q`; by invariance that changes no expectation.
     :meth:`sample_posterior` draws from :math:`q^G`. :meth:`median` and :meth:`quantiles` are the base
@@ -118,8 +125,8 @@ class AutoSymmetrized(AutoGuide):
     Args:
         guide: any Pyro guide whose density can be evaluated: Pyro's autoguides (but not the point masses),
             and hand-written guides without auxiliary variables. Sites inside subsampled plates are left as
-            they are. A guide that has been trained already goes on from there, its parameters under the
-            names that they have.
+            they are; the group must not move them, and they must not depend on what it moves. A guide that
+            has been trained already goes on from there, its parameters under the names that they have.
         symmetry: the group; its sites must be latent sites of the guide.
         estimator: how the orbit average is computed: a name, or a way of your own, as a subclass of
             :class:`~pyro_sym.infer.average.OrbitAverage`.
@@ -134,7 +141,9 @@ class AutoSymmetrized(AutoGuide):
             has been run without a name, or an autoguide that was copied before its first run.
         SymmetryError: on the first call, if the model is not invariant, a site is unknown, sizes disagree, or
             the group is too large for ``"exact"`` or of another kind than ``"importance"`` takes.
-        NoDensityError: on the first call, if the guide has no density that can be evaluated.
+        NoDensityError: if the guide has no density that can be evaluated, if its moved sites have several
+            scales or a mask that the group changes, or if sites with a scale of their own or in subsampled
+            plates depend on the moved ones.
 
     Example:
         >>> def model(y):
