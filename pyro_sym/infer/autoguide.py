@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import pyro
 import pyro.distributions as dist
@@ -19,14 +19,17 @@ from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor
 
 from pyro_sym.errors import NoDensityError, SymmetryError
-from pyro_sym.infer.average import OrbitAverage, Run
+from pyro_sym.infer.average import OrbitAverage, Run, Trivial
 from pyro_sym.infer.capture import Capture, Captured, Draws, InPlates
 from pyro_sym.infer.certificate import Certificate, certificate
 from pyro_sym.infer.choice import Estimator, EstimatorName, choose
-from pyro_sym.infer.density import GuideCall, check_local_sites, log_density
+from pyro_sym.infer.density import GuideCall, check_independence, log_density
 from pyro_sym.infer.factors import factorises, pair_factors
+from pyro_sym.infer.gain import SymmetryGain, reliable, symmetry_gain
 from pyro_sym.infer.units import LogRatios, normals_of, pair_normals
+from pyro_sym.infer.weights import common_scale, is_one, masks, refuse_uneven_masks, sites_apart
 from pyro_sym.orbit.exact import LogProb
+from pyro_sym.program import in_subsampled_plate
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.model import check_symmetry
 
@@ -36,29 +39,8 @@ __all__ = ["AutoSymmetrized", "AutoSymmetrizedNormal", "SymmetryGain"]
 MAX_OUTER = 4
 # Draws at which it is tried whether a guide's density factorises over units.
 NUM_TRIED = 8
-
-
-class SymmetryGain(NamedTuple):
-    r"""What symmetrising is worth: :math:`I(g; \omega) = \mathcal L^G - \mathcal L`, in nats.
-
-    Attributes:
-        lower: mean of a lower bound (with ``method="exact"``, of the value itself).
-        estimate: the best single figure.
-        upper: mean of an upper bound, at most ``log_order`` in expectation.
-        standard_error: of the Monte Carlo means, the larger of the two; 0 for an upper bound that is
-            ``log_order``.
-        log_order: ``log |G|``, which the gain can't exceed.
-        method: the estimator used, and where a half is not that estimator's own, by what it is.
-        num_samples: number of draws of the guide.
-    """
-
-    lower: float
-    estimate: float
-    upper: float
-    standard_error: float
-    log_order: float
-    method: str
-    num_samples: int
+# Images at which it is tried whether a guide's other sites depend on what moves.
+NUM_MOVED = 16
 
 
 @dataclass(frozen=True)
@@ -68,10 +50,12 @@ class _Layout:
     Attributes:
         native_dims: number of dims of one draw, by latent site.
         local: the sites in subsampled plates, which are left as they are.
+        apart: other sites with a scale of their own, which are independent of the moved ones.
     """
 
     native_dims: dict[str, int]
     local: frozenset[str]
+    apart: frozenset[str] = frozenset()
 
     @property
     def averaged(self) -> dict[str, int]:
@@ -122,7 +106,14 @@ class AutoSymmetrized(AutoGuide):
     What is said of permutations and sign flips holds for a :class:`Viewed` of them too, as the channels of a
     flattened image are, and for products of views: the guide's coordinates are seen in the same shapes.
     (Views of views are groups of another kind.) A group with one element, such as ``Product()`` for a model
-    in which no symmetry was found, leaves the guide as it is, at no cost and with a gain of exactly 0.
+    in which no symmetry was found, leaves the guide as it is, for every ELBO and at no cost, with a gain of
+    exactly 0.
+
+    The guide's own scales and masks (``poutine.scale``, ``poutine.mask``, masked distributions) are kept.
+    With a scale :math:`s` on the moved sites their term is :math:`s \log q^G(\omega)`; sites with another
+    scale keep it, and have to be independent of the moved ones. What is masked counts nothing, and the group
+    has to leave the mask as it is. With scales that differ between guide and model, the objective is no bound
+    on the log evidence, as without symmetrising.
 
     In training :math:`\omega` is drawn from :math:`q`; by invariance that changes no expectation.
     :meth:`sample_posterior` draws from :math:`q^G`. :meth:`median` and :meth:`quantiles` are the base
@@ -134,8 +125,8 @@ class AutoSymmetrized(AutoGuide):
     Args:
         guide: any Pyro guide whose density can be evaluated: Pyro's autoguides (but not the point masses),
             and hand-written guides without auxiliary variables. Sites inside subsampled plates are left as
-            they are. A guide that has been trained already goes on from there, its parameters under the
-            names that they have.
+            they are; the group must not move them, and they must not depend on what it moves. A guide that
+            has been trained already goes on from there, its parameters under the names that they have.
         symmetry: the group; its sites must be latent sites of the guide.
         estimator: how the orbit average is computed: a name, or a way of your own, as a subclass of
             :class:`~pyro_sym.infer.average.OrbitAverage`.
@@ -150,7 +141,9 @@ class AutoSymmetrized(AutoGuide):
             has been run without a name, or an autoguide that was copied before its first run.
         SymmetryError: on the first call, if the model is not invariant, a site is unknown, sizes disagree, or
             the group is too large for ``"exact"`` or of another kind than ``"importance"`` takes.
-        NoDensityError: on the first call, if the guide has no density that can be evaluated.
+        NoDensityError: if the guide has no density that can be evaluated, if its moved sites have several
+            scales or a mask that the group changes, or if sites with a scale of their own or in subsampled
+            plates depend on the moved ones.
 
     Example:
         >>> def model(y):
@@ -199,6 +192,7 @@ class AutoSymmetrized(AutoGuide):
         self._average: OrbitAverage | None = None
         self._layout: _Layout | None = None
         self._certificate: Certificate | None = None
+        self._masks: dict[str, Tensor] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, PyroModule) and _has_run(value):
@@ -224,12 +218,17 @@ class AutoSymmetrized(AutoGuide):
         """
         layout, captured = self._capture(args, kwargs)
         values = {name: site.value for name, site in captured.sites.items()}
-        if not am_i_wrapped():  # called for a draw, not for inference: there is nobody to take the factor
+        # Called for a draw, not for inference, there is nobody to take the factor.
+        if not captured.hide or not am_i_wrapped():
             return values
+        captured.refuse_uneven_weights_outside()
         draws = captured.draws(layout.native_dims)
-        log_average = self._certified_average(captured, draws)
-        if log_average is None:
-            log_average = self._log_orbit_average(layout, draws, args, kwargs)
+        ratio = self._certified_ratio(captured, draws)
+        if ratio is None:
+            ratio = self._log_ratio(layout, draws, args, kwargs)
+        scale = common_scale(captured.sites, self.symmetry.sites)
+        own = draws.own if draws.scaled is None else draws.scaled
+        log_average = own + (ratio if is_one(scale) else scale * ratio)
         for name, site in captured.sites.items():
             if not site.local:
                 with InPlates(site.frames):
@@ -259,25 +258,25 @@ class AutoSymmetrized(AutoGuide):
             is their midpoint; a draw takes some 20 ms at 64 units and seconds at 512, where fewer draws do.
             With the uniform one the lower half is at most :math:`\log K`; the upper half, from an unbiased
             estimate of the density, is the better single figure.
+
+        Raises:
+            ValueError: if ``num_samples`` is below 1.
+
+        Warns:
+            UserWarning: if draws have another density when it is computed again from their values.
         """
+        if num_samples < 1:
+            raise ValueError(f"num_samples={num_samples} must be at least 1")
         with torch.no_grad():
             layout, draws = self._draw(num_samples, args, kwargs)
-            average = self._chosen.bracket(self._run(layout, draws, args, kwargs), self.num_elements)
-            lower, upper = -average.upper, -average.lower
-        log_order = self.symmetry.log_order(draws.values)
-        highest = min(float(upper.mean()), log_order)
-        ends = (min(float(lower.mean()), highest), highest)  # a smaller lower bound is one, too
-        halves = (lower, upper) if highest < log_order else (lower,)
-        errors = [float(half.std()) / math.sqrt(num_samples) for half in halves]
-        return SymmetryGain(
-            lower=ends[0],
-            estimate=sum(ends) / 2 if self.method == "importance" else ends[1],
-            upper=ends[1],
-            standard_error=max(errors),
-            log_order=log_order,
-            method=f"{self.method}{average.note}",
-            num_samples=num_samples,
-        )
+            good = torch.ones_like(draws.own, dtype=torch.bool)
+            if not isinstance(self._average, Trivial):
+                good = reliable(self._log_density(layout, draws, args, kwargs)(draws.values), draws.own)
+            found = None
+            if good.any():
+                run = self._run(layout, draws.at(good), args, kwargs)
+                found = self._chosen.bracket(run, self.num_elements)
+        return symmetry_gain(found, good, self._chosen.method, self.symmetry.log_order(draws.values))
 
     @torch.no_grad()
     def sample_posterior(
@@ -314,14 +313,33 @@ class AutoSymmetrized(AutoGuide):
         return getattr(self.guide, method)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Layout, Capture]:
-        """Run the base guide; set up anew if other plates are subsampled than at first."""
+        """Run the base guide; set up anew if other sites stand outside of the average than at first."""
         layout = self._setup(args, kwargs)
+        if isinstance(self._average, Trivial):  # the guide as it is, for any handler outside to see
+            with Capture(self.guide, hide=False) as captured:
+                self.guide(*args, **kwargs)
+            return layout, captured
         with Capture(self.guide) as captured:
             self.guide(*args, **kwargs)
-        if captured.local != layout.local:
+        if (captured.local, self._apart(captured)) != (layout.local, layout.apart):
             self._layout = None
             layout = self._setup(args, kwargs)
+        self._check_masks(captured)
         return layout, captured
+
+    def _apart(self, captured: Capture) -> frozenset[str]:
+        return sites_apart(captured.sites, common_scale(captured.sites, self.symmetry.sites))
+
+    def _check_masks(self, captured: Capture) -> None:
+        """Whether the group leaves the guide's masks as they are; looked at again when they change."""
+        found = masks(captured.sites, self.symmetry.sites)
+        known = self._masks.keys() == found.keys() and all(
+            mask.shape == self._masks[name].shape and torch.equal(mask, self._masks[name])
+            for name, mask in found.items()
+        )
+        if not known:
+            refuse_uneven_masks(self.symmetry, found, captured.sites)
+            self._masks = {name: mask.clone() for name, mask in found.items()}
 
     def _draw(self, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Layout, Draws]:
         """Independent draws of the base guide, seen by nobody."""
@@ -352,20 +370,27 @@ class AutoSymmetrized(AutoGuide):
         sites: Collection[str] | None = None,
     ) -> LogProb:
         dims = {name: dim for name, dim in layout.averaged.items() if sites is None or name in sites}
-        return log_density(self.guide, GuideCall(dims, args, kwargs, draws.indices))
+        local = {name: layout.native_dims[name] for name in layout.local}
+        return log_density(self.guide, GuideCall(dims, args, kwargs, draws.indices, local))
 
-    def _certified_average(self, captured: Capture, draws: Draws) -> Tensor | None:
-        """The log orbit average up to the tolerance, where the units lie so far apart that it is known."""
+    def _certified_ratio(self, captured: Capture, draws: Draws) -> float | None:
+        r""":math:`\log q^G - \log q` up to the tolerance, where units lie so far apart that it is known."""
         if self._certificate is None:
             return None
         bound = self._certificate.bound(normals_of(captured.auxiliary, self._certificate.axes))
-        return None if bound is None else draws.own - self.symmetry.log_order(draws.values) + bound
+        return None if bound is None else bound - self.symmetry.log_order(draws.values)
+
+    def _log_ratio(
+        self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        r""":math:`\log q^G - \log q`, or what the estimator has for it, of shape ``(P,)``."""
+        ratio = self._chosen.bound(self._run(layout, draws, args, kwargs), self.num_elements)
+        return ratio.to(draws.own.dtype)
 
     def _log_orbit_average(
         self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
-        ratio = self._chosen.bound(self._run(layout, draws, args, kwargs), self.num_elements)
-        return draws.own + ratio.to(draws.own.dtype)
+        return draws.own + self._log_ratio(layout, draws, args, kwargs)
 
     def _run(self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         return Run(
@@ -388,12 +413,21 @@ class AutoSymmetrized(AutoGuide):
         """On the first call: look at the base guide, check the symmetry, choose the estimator."""
         if self._layout is None:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), poutine.block():
-                with Capture(self.guide) as captured:
+                with Capture(self.guide, hide=False) as captured:
                     self.guide(*args, **kwargs)
                 values = {name: site.value for name, site in captured.sites.items()}
                 self.symmetry.check_values(values)
+                if self.symmetry.log_order(values) == 0:
+                    dims = {name: value.dim() for name, value in values.items()}
+                    self._average = Trivial(self.guide, self.symmetry, "exact")
+                    self._certificate, self._layout = None, _Layout(dims, captured.local)
+                    return self._layout
+                with Capture(self.guide) as captured:
+                    self.guide(*args, **kwargs)
+                values = {name: site.value for name, site in captured.sites.items()}
                 self._refuse_sites(captured)
-                layout = _Layout({name: value.dim() for name, value in values.items()}, captured.local)
+                dims = {name: value.dim() for name, value in values.items()}
+                layout = _Layout(dims, captured.local, self._apart(captured))
                 draws = captured.draws(layout.native_dims)
                 self._try_density(layout, draws, args, kwargs)
                 units = pair_normals(self.guide, self.symmetry)
@@ -408,9 +442,14 @@ class AutoSymmetrized(AutoGuide):
     def _refuse_sites(self, captured: Capture) -> None:
         for name, site in captured.sites.items():
             if site.local and name in self.symmetry.sites:
+                plate = next(frame for frame in site.frames if in_subsampled_plate([frame]))
+                whole = plate.full_size
                 raise SymmetryError(
-                    f"{self.symmetry!r} moves site {name!r}, which lies in a subsampled plate, where a "
-                    "minibatch does not show all that is moved; move only sites outside of subsampled plates"
+                    f"{self.symmetry!r} moves site {name!r}, which lies in the subsampled plate "
+                    f"{plate.name!r}, where a minibatch shows {plate.size} of {whole} rows of what is moved. "
+                    f"Draw {name!r} on all rows, in pyro.plate({plate.name!r}, {whole}), and observe the "
+                    f"data in a second plate, with pyro.plate('minibatch', {whole}, "
+                    f"subsample_size={plate.size}) as rows, by {name}[rows]; or sum {name!r} out"
                 )
             if not site.local and not site.fn.has_rsample:
                 discrete = site.fn.support is not None and site.fn.support.is_discrete
@@ -424,12 +463,20 @@ class AutoSymmetrized(AutoGuide):
         self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Evaluate the density at an image, so that a guide without one is refused at once."""
-        values = draws.values
-        moved = self.symmetry.act(self.symmetry.sample(values, (1,)), values)
+        values, dims = draws.values, layout.native_dims
+        # Several images, as a random element of a small group may be the identity.
+        rows = {name: value.unsqueeze(0) for name, value in values.items()}
+        moved = self.symmetry.act(self.symmetry.sample(values, (NUM_MOVED, 1)), rows)
+        for outside, why in (
+            (layout.local, "lie in subsampled plates, where a minibatch tells their density only in part,"),
+            (layout.apart, "have a scale of their own,"),
+        ):
+            if outside:
+                rest = {name: dim for name, dim in dims.items() if name not in outside}
+                own = {name: dim for name, dim in dims.items() if name in outside}
+                call = GuideCall(own, args, kwargs, draws.indices, rest)
+                check_independence(self.guide, call, rows, moved, why)
         self._log_density(layout, draws, args, kwargs)(moved)
-        if layout.local:
-            local = {name: layout.native_dims[name] for name in layout.local}
-            check_local_sites(self.guide, GuideCall(local, args, kwargs, draws.indices), values, moved)
 
     def _pair_factors(
         self, layout: _Layout, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -492,7 +539,7 @@ def _has_run(guide: PyroModule) -> bool:
 def _joined(rows: list[Draws]) -> Draws:
     """Several calls' draws as those of one call, which is the last."""
     values = {name: torch.cat([row.values[name] for row in rows]) for name in rows[-1].values}
-    return replace(rows[-1], values=values, own=torch.cat([row.own for row in rows]))
+    return replace(rows[-1], values=values, own=torch.cat([row.own for row in rows]), scaled=None)
 
 
 class AutoSymmetrizedNormal(AutoSymmetrized):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pyro_sym.infer.capture import Draws
+from pyro_sym.infer.density import agrees
 from pyro_sym.infer.units import LogRatios
 from pyro_sym.orbit import sequential
 from pyro_sym.orbit.bracket import Bracket, bracket
@@ -58,6 +59,10 @@ class Run:
         """The log density less that of the draws, along whose dim values have batch dims last."""
         density, own = self.density(), self.draws.own
         return lambda values: density(values) - own
+
+    def reliable(self, relative: Tensor) -> Tensor:
+        """Whether the log density computed at the draws, less ``own``, is what the guide gave to them."""
+        return agrees(self.draws.own + relative, self.draws.own)
 
     def parts(self, size: int) -> Iterator[Run]:
         """The same by up to ``size`` draws at a time."""
@@ -119,7 +124,8 @@ class Enumeration(OrbitAverage):
     """Over all elements, for any guide with a density."""
 
     def bound(self, run: Run, num_elements: int) -> Tensor:
-        return enumerated(self.symmetry, run.relative(), run.draws.values, torch.zeros_like(run.draws.own))
+        own = torch.zeros_like(run.draws.own)
+        return enumerated(self.symmetry, run.relative(), run.draws.values, own, run.reliable)
 
 
 class Uniform(OrbitAverage):
@@ -127,7 +133,7 @@ class Uniform(OrbitAverage):
 
     def bound(self, run: Run, num_elements: int) -> Tensor:
         own = torch.zeros_like(run.draws.own)
-        return uniform(self.symmetry, run.relative(), run.draws.values, own, num_elements)
+        return uniform(self.symmetry, run.relative(), run.draws.values, own, num_elements, run.reliable)
 
     def unbiased(self, run: Run, num_elements: int) -> Tensor:
         own = torch.zeros_like(run.draws.own)

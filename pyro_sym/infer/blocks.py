@@ -16,6 +16,7 @@ from torch.distributions import biject_to, constraints
 from torch.distributions.transforms import ExpTransform, Transform, identity_transform
 
 from pyro_sym.infer.average import OrbitAverage, Run
+from pyro_sym.infer.density import agrees
 from pyro_sym.infer.units import coordinatewise, viewed_normals
 from pyro_sym.orbit.coupling import Coupling
 from pyro_sym.orbit.exact import log_prob_at_images
@@ -82,7 +83,12 @@ class Blocks(OrbitAverage):
         for part in run.parts(max(1, CHUNK_NUMEL // entries)):
             surrogate = Surrogate(self.coupling, sizes, self._points(part.draws.values), moments)
             averages.append(self._log_average(part, surrogate, num_elements, with_identity))
-        return torch.cat(averages) - self.symmetry.log_order(values)
+        return torch.cat(averages) - self._log_count(values)
+
+    def _log_count(self, values: Mapping[str, Tensor]) -> float:
+        """The logarithm of the number of elements summed over; those that act alike are summed apart."""
+        viewed = self.group.view(values)
+        return sum(block.log_order(viewed) for block in self.coupling.blocks)
 
 
 @dataclass
@@ -146,8 +152,11 @@ class BlocksOfDensity(Blocks):
         # The draws' own density by the same function too, so that what rounds alike cancels.
         density = run.density()
         images = log_prob_at_images(self.symmetry, density, run.draws.values, elements)
-        ratios = images - (images[0] if with_identity else density(run.draws.values))
-        return (ratios.mT - proposal.log_probs).logsumexp(-1) - math.log(num_elements)
+        at_draws = images[0] if with_identity else density(run.draws.values)
+        ratios = images - at_draws
+        average = (ratios.mT - proposal.log_probs).logsumexp(-1) - math.log(num_elements)
+        # Where the density of the draws comes out wrong, that of images would: as for the plain guide then.
+        return torch.where(agrees(at_draws, run.draws.own), average, self._log_count(run.draws.values))
 
 
 def coordinates(support: Any, flipped: bool) -> Transform:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import singledispatch
 from operator import attrgetter
 from typing import Any
@@ -18,6 +18,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro import poutine
+from pyro.distributions.util import scale_and_mask
 from pyro.infer.autoguide import (
     AutoContinuous,
     AutoDelta,
@@ -34,12 +35,16 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
+from torch.distributions.transforms import IndependentTransform, StickBreakingTransform
 
 from pyro_sym.errors import NoDensityError
 
-__all__ = ["GuideCall", "check_local_sites", "log_density"]
+__all__ = ["GuideCall", "agrees", "check_independence", "log_density"]
 
 Values = dict[str, Tensor]
+
+# What a density computed again may be off by, in nats: so much, and as much again for every so many nats.
+ROUNDING, MANY = 0.1, 1e3
 
 
 @dataclass(frozen=True)
@@ -51,12 +56,32 @@ class GuideCall:
         args: the guide's positional arguments.
         kwargs: the guide's keyword arguments.
         indices: the minibatch of every subsampled plate.
+        given: other sites that are held at the points, with the number of dims of one draw of each; their
+            density does not count.
     """
 
     dims: Mapping[str, int]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     indices: Mapping[str, Tensor]
+    given: Mapping[str, int] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def agrees(again: Tensor, own: Tensor) -> Tensor:
+    """Where a log density computed from values is that which the guide gave to its draws, but for rounding.
+
+    It is another where a value has lost what the guide drew it from, at the edge of its support, and where a
+    flow's inverse is off. What it says of other points is of no use there.
+
+    Args:
+        again: the log density computed from the values.
+        own: the log density that the guide gave to them.
+
+    Returns:
+        A tensor of booleans of their shape.
+    """
+    return (again - own).abs() <= ROUNDING * (1 + own.abs() / MANY)
 
 
 @singledispatch
@@ -80,12 +105,29 @@ def log_density(guide: Callable[..., Any], call: GuideCall) -> Callable[[Values]
 def _unconstrained(site: Any, value: Tensor, native_dim: int) -> tuple[Tensor, Tensor]:
     """Flat unconstrained coordinates of a site, and log |d value / d unconstrained|; batch dims in front."""
     transform = biject_to(site["fn"].support)
-    unconstrained = transform.inv(value)
+    unconstrained = _inverse(transform, value)
     batch = value.dim() - native_dim
     log_det = transform.log_abs_det_jacobian(unconstrained, value)
     return unconstrained.flatten(batch) if native_dim else unconstrained.unsqueeze(-1), _rightmost(
         log_det, batch
     )
+
+
+def _inverse(transform: Any, value: Tensor) -> Tensor:
+    """The inverse of a map to a support, exact too where the last sticks of a simplex are short.
+
+    ``StickBreakingTransform`` has what is left of the stick as 1 less what was broken off, which leaves no
+    digits of it. The sum of the entries that follow has them all.
+    """
+    if isinstance(transform, IndependentTransform):
+        return _inverse(transform.base_transform, value)
+    if not isinstance(transform, StickBreakingTransform):
+        return transform.inv(value)
+    tiny = torch.finfo(value.dtype).tiny
+    left = value.flip(-1).cumsum(-1).flip(-1)[..., 1:].clamp_min(tiny)
+    first = value[..., :-1].clamp_min(tiny)
+    slots = torch.arange(first.shape[-1], 0, -1, dtype=value.dtype, device=value.device)
+    return first.log() - left.log() + slots.log()
 
 
 def _rightmost(tensor: Tensor, batch: int) -> Tensor:
@@ -221,7 +263,8 @@ class _At(Messenger):
         elif not subsample:
             raise NoDensityError(
                 f"the guide draws an auxiliary variable {msg['name']!r}, and the density of its latent "
-                "sites is an integral over it; use a guide whose latent sites have a density of their own"
+                "sites is an integral over it; use a guide whose latent sites have a density of their own, "
+                "and put handlers such as poutine.scale around the symmetrised guide, not around an autoguide"
             )
 
     def _pyro_post_sample(self, msg: Any) -> None:
@@ -232,7 +275,9 @@ class _At(Messenger):
                 f"site {msg['name']!r} of the guide is a point mass and has no density; give it a "
                 "distribution"
             )
-        self.log_prob = self.log_prob + msg["fn"].log_prob(msg["value"]).sum()
+        # Masked, but not scaled: the average has one scale, which does not belong into it.
+        log_prob = scale_and_mask(msg["fn"].log_prob(msg["value"]), mask=msg["mask"])
+        self.log_prob = self.log_prob + log_prob.sum()
 
 
 def _is_point_mass(fn: Any) -> bool:
@@ -249,11 +294,8 @@ class _Conditioned:
         self.vectorised = True
 
     def __call__(self, values: Values) -> Tensor:
-        lead = {
-            name: value.dim() - self.call.dims[name]
-            for name, value in values.items()
-            if name in self.call.dims
-        }
+        dims = {**self.call.given, **self.call.dims}
+        lead = {name: value.dim() - dims[name] for name, value in values.items() if name in dims}
         batch = torch.broadcast_shapes(*[values[name].shape[:n] for name, n in lead.items()])
         flat = {
             name: values[name].expand(*batch, *values[name].shape[n:]).flatten(0, len(batch) - 1)
@@ -276,23 +318,27 @@ class _Conditioned:
     def _at(self, values: Values) -> Tensor:
         with poutine.block(), _At(values, self.call) as held:
             self.guide(*self.call.args, **self.call.kwargs)
-        return held.log_prob
+        return torch.as_tensor(held.log_prob)
 
 
-def check_local_sites(guide: Callable[..., Any], call: GuideCall, values: Values, moved: Values) -> None:
-    """Refuse a guide whose sites in subsampled plates depend on what a symmetry moves.
+def check_independence(
+    guide: Callable[..., Any], call: GuideCall, values: Values, moved: Values, why: str
+) -> None:
+    """Refuse a guide in which some sites depend on what a symmetry moves.
 
-    Their terms are estimates, scaled up from a minibatch, and so can't enter an average of densities; they
-    stay outside of it, which is right as long as the average has them as a common factor.
+    The terms of sites in subsampled plates are estimates, scaled up from a minibatch, and those of sites with
+    a scale of their own count by that scale. Neither can enter an average of densities. They stay outside of
+    it, which is right as long as the average has them as a common factor.
 
     Args:
         guide: the guide.
-        call: its arguments, and the local sites.
+        call: its arguments; ``dims`` has the sites that have to be independent, ``given`` the others.
         values: one draw, of shape ``(1, *native)`` a site.
         moved: its image.
+        why: what is said of these sites in messages.
 
     Raises:
-        NoDensityError: if a local site is not independent of the moved ones.
+        NoDensityError: if one of them is not independent of the moved ones.
     """
     for part in guide if isinstance(guide, AutoGuideList) else [guide]:
         if isinstance(part, AutoNormal):
@@ -306,7 +352,6 @@ def check_local_sites(guide: Callable[..., Any], call: GuideCall, values: Values
             entangled = not torch.allclose(held(values), held(moved), rtol=1e-4, atol=1e-4)
         if entangled:
             raise NoDensityError(
-                f"{known!r} ties the sites {sorted(call.dims)}, which lie in subsampled plates, to the "
-                "sites that the symmetry moves, so that the orbit average can't be estimated from a "
-                "minibatch; use AutoNormal, or a guide in which they are independent"
+                f"{known!r} ties the sites {sorted(call.dims)}, which {why}, to the sites that the symmetry "
+                "moves; use AutoNormal, or a guide in which they are independent"
             )

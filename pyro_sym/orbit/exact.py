@@ -9,7 +9,8 @@ them without changing volume, and
 
 the density of :math:`g \cdot \omega` for :math:`\omega \sim q` and :math:`g` uniform on :math:`G`. (The sum
 over :math:`g` equals the sum over :math:`g^{-1}`.) ``own`` is :math:`\log q(\omega)` as the guide itself
-reported it, which is more exact than a round trip through constrained space.
+reported it, which is more exact than a round trip through constrained space; ratios to it are taken of
+densities that have made the same round trip, so that its errors cancel.
 """
 
 from __future__ import annotations
@@ -20,17 +21,25 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from pyro_sym.symmetry.base import Element, Symmetry, map_element
+from pyro_sym.symmetry.base import Element, Symmetry, length, map_element
 
-__all__ = ["LogProb", "enumerated", "log_prob_at_images"]
+__all__ = ["LogProb", "Reliable", "enumerated", "log_prob_at_images"]
 
 LogProb = Callable[[dict[str, Tensor]], Tensor]
 """Values of shape ``(*batch, *native)`` to their log density, of shape ``batch``."""
 
+Reliable = Callable[[Tensor], Tensor]
+
 CHUNK_NUMEL = 2**22
 
 
-def enumerated(symmetry: Symmetry, log_prob: LogProb, values: Mapping[str, Tensor], own: Tensor) -> Tensor:
+def enumerated(
+    symmetry: Symmetry,
+    log_prob: LogProb,
+    values: Mapping[str, Tensor],
+    own: Tensor,
+    reliable: Reliable | None = None,
+) -> Tensor:
     r"""The log orbit average :math:`\log q^G(\omega)`, exactly.
 
     The images are evaluated in chunks of bounded memory; where there are several, the backward pass
@@ -41,23 +50,26 @@ def enumerated(symmetry: Symmetry, log_prob: LogProb, values: Mapping[str, Tenso
         log_prob: the log density of the guide.
         values: draws :math:`\omega` by site, each of shape ``(P, *native)``.
         own: :math:`\log q(\omega)`, of shape ``(P,)``.
+        reliable: from the log density computed at the draws to booleans; where one is false, nothing is known
+            of images, and ``own`` stands, as for the plain guide.
 
     Returns:
         :math:`\log q^G(\omega)`, of shape ``(P,)``, in nats.
     """
     elements = symmetry.elements(values)
-    order = _length(elements)
+    order = length(elements)
     numel = sum(value.numel() for value in values.values())
     rows = max(1, CHUNK_NUMEL // numel)
-    starts = range(1, order, rows)  # the identity is first, and known: own
-    terms = [own.unsqueeze(0)]
-    for start in starts:
-        chunk = map_element(lambda part, s=start: part[s : s + rows].unsqueeze(1), elements)
-        if len(starts) == 1:
-            terms.append(log_prob_at_images(symmetry, log_prob, values, chunk))
-        else:
-            terms.append(_summed_chunk(symmetry, log_prob, values, chunk))
-    return torch.cat(terms).logsumexp(0) - math.log(order)
+    starts = range(0, order, rows)
+    parts = (map_element(lambda part, s=s: part[s : s + rows].unsqueeze(1), elements) for s in starts)
+    if len(starts) == 1:
+        images = log_prob_at_images(symmetry, log_prob, values, next(parts))
+        at_values = images[0]  # the identity is first
+    else:
+        images = torch.cat([_summed_chunk(symmetry, log_prob, values, chunk) for chunk in parts])
+        at_values = log_prob(dict(values))
+    ratio = images.logsumexp(0) - at_values - math.log(order)
+    return own + (ratio if reliable is None else torch.where(reliable(at_values), ratio, 0.0))
 
 
 def log_prob_at_images(
@@ -90,10 +102,3 @@ def _summed_chunk(
         return log_prob_at_images(symmetry, log_prob, at, elements).logsumexp(0, keepdim=True)
 
     return checkpoint(row, *values.values(), use_reentrant=False, preserve_rng_state=False)
-
-
-def _length(elements: Element) -> int:
-    first = elements
-    while isinstance(first, tuple):
-        first = first[0]
-    return len(first)

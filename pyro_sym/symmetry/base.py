@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_sym.errors import SymmetryError
+from pyro_sym.symmetry.order import Moves
 
-__all__ = ["Axes", "Element", "Symmetry", "Values", "map_element"]
+__all__ = ["Axes", "Element", "Symmetry", "Values", "map_element", "unmoved"]
 
 Values = Mapping[str, Tensor]
 Element = Any
@@ -93,7 +94,10 @@ class Symmetry(ABC):
 
     @abstractmethod
     def elements(self, values: Values) -> Element:
-        """All elements, along one batch dim of length ``|G|``, the identity first."""
+        """All elements along one batch dim, the identity first.
+
+        If some elements act alike on all values of these shapes, every map is listed equally often.
+        """
 
     @abstractmethod
     def generators(self, values: Values) -> list[tuple[str, Element]]:
@@ -101,7 +105,30 @@ class Symmetry(ABC):
 
     @abstractmethod
     def log_order(self, values: Values) -> float:
-        """``log |G|``, in nats."""
+        """``log |G|``, in nats, where elements that act alike on values of these shapes count once."""
+
+    def _moves(self, values: Values) -> list[Moves]:
+        """What the elementary symmetries in this one do to values of these shapes."""
+        return [Moves(self.log_order(values))]
+
+
+def unmoved(sites: Iterable[str], images: Values, values: Values, batch_dims: int = 0) -> Tensor:
+    """Where images are exactly the values they are of.
+
+    Args:
+        sites: the sites to compare.
+        images: by site, of shape ``(*batch, *native)``.
+        values: the same, before an element acted; their batch dims broadcast with those of the images.
+        batch_dims: the number of batch dims.
+
+    Returns:
+        A tensor of booleans of the batch's shape.
+    """
+    same = []
+    for site in sites:
+        equal = images[site] == values[site]
+        same.append(equal.flatten(batch_dims).all(-1) if equal.dim() > batch_dims else equal)
+    return torch.stack(torch.broadcast_tensors(*same)).all(0) if same else torch.ones((), dtype=torch.bool)
 
 
 def map_element(function: Any, element: Element) -> Element:
@@ -109,6 +136,13 @@ def map_element(function: Any, element: Element) -> Element:
     if isinstance(element, tuple):
         return tuple(map_element(function, part) for part in element)
     return function(element)
+
+
+def length(elements: Element) -> int:
+    """The length of the batch dim of elements that have one; 1 for the empty tuple of the trivial group."""
+    if not isinstance(elements, tuple):
+        return len(elements)
+    return next((length(part) for part in elements if part != ()), 1)
 
 
 def normalise_axes(kind: str, axes: Mapping[str, int | tuple[int, ...]]) -> Axes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 
 import torch
@@ -19,6 +20,7 @@ from pyro_sym.symmetry.base import (
     common_size,
     normalise_axes,
 )
+from pyro_sym.symmetry.order import Moves, log_order
 
 __all__ = ["Permutation", "SignFlip"]
 
@@ -45,11 +47,23 @@ class _OnOneSize(Symmetry):
     def _device(self, values: Values) -> torch.device:
         return values[self.sites[0]].device
 
+    @abstractmethod
+    def _log_count(self, size: int) -> float:
+        """The logarithm of the number of elements, whether they act or not."""
+
+    def _filled(self, values: Values) -> dict[str, int]:
+        """Along how many axes each site moves that has any entries."""
+        return {site: len(several) for site, several in self.axes.items() if values[site].numel()}
+
+    def log_order(self, values: Values) -> float:
+        return log_order(self._moves(values))
+
     def _refuse_too_many(self, values: Values) -> None:
-        if self.log_order(values) > math.log(MAX_ELEMENTS):
+        log_count = self._log_count(self.size(values))
+        if log_count > math.log(MAX_ELEMENTS):
             raise SymmetryError(
-                f"{self} has exp({self.log_order(values):.1f}) elements for size {self.size(values)}, too "
-                "many to list; sample them instead"
+                f"{self} has exp({log_count:.1f}) elements for size {self.size(values)}, too many to list; "
+                "sample them instead"
             )
 
 
@@ -124,8 +138,12 @@ class Permutation(_OnOneSize):
             named.append((f"swapping {i} and {i + 1} in {self}", swap))
         return named
 
-    def log_order(self, values: Values) -> float:
-        return math.lgamma(self.size(values) + 1)
+    def _log_count(self, size: int) -> float:
+        return math.lgamma(size + 1)
+
+    def _moves(self, values: Values) -> list[Moves]:
+        log_count = self._log_count(self.size(values))
+        return [Moves(log_count if self._filled(values) else 0.0)]
 
 
 class SignFlip(_OnOneSize):
@@ -138,7 +156,7 @@ class SignFlip(_OnOneSize):
         (s \cdot v)_{\dots i \dots} = s_i\, v_{\dots i \dots}, \qquad (s t)_i = s_i t_i, \qquad s^{-1} = s,
 
     and on a site with two named axes, :math:`s_i s_j v_{ij}`. If every site has two, :math:`s` and :math:`-s`
-    act alike: averages over the group are right all the same, but ``log_order`` counts each action twice.
+    act alike: ``elements`` lists both, and ``log_order`` counts them once.
 
     Args:
         axes: site name to axis, counted from the right (negative), or to a tuple of axes that flip together.
@@ -189,5 +207,9 @@ class SignFlip(_OnOneSize):
             named.append((f"flipping the sign of {i} in {self}", flip))
         return named
 
-    def log_order(self, values: Values) -> float:
-        return self.size(values) * math.log(2.0)
+    def _log_count(self, size: int) -> float:
+        return size * math.log(2.0)
+
+    def _moves(self, values: Values) -> list[Moves]:
+        log_count, filled = self._log_count(self.size(values)), self._filled(values)
+        return [Moves(log_count if filled else 0.0, filled)]

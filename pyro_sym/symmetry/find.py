@@ -18,7 +18,7 @@ from torch import Tensor
 from pyro_sym.errors import SymmetryError
 from pyro_sym.fixed import fixed_parameters
 from pyro_sym.program import LatentSite, Program, in_subsampled_plate, is_data, uniform_draw
-from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.base import Symmetry, unmoved
 from pyro_sym.symmetry.comparison import NUM_DIFFERENCES, Joint, compared
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
 from pyro_sym.symmetry.evidence import MAX_GENERATORS, Evidence, Point, finite_draws, unbroken
@@ -123,12 +123,17 @@ def _find(program: Program, dtype: torch.dtype) -> Symmetry:
     read = list(_read_off_networks(program, evidence))
     axes = [axis for axis in candidates if not any(axis.is_moved_by(group) for group in read)]
     search = _Search(evidence)
+    idle = [axis for axis in axes if axis.may_be_moved_by(Permutation) and search.is_idle(axis)]
+    free = {
+        Permutation: [axis for axis in axes if axis.may_be_moved_by(Permutation) and axis not in idle],
+        SignFlip: [axis for axis in axes if axis.may_be_moved_by(SignFlip)],
+    }
     members: list[Symmetry] = []
     for _ in range(MAX_SEARCHES):
         before, members = members, []
-        for kind in (Permutation, SignFlip):
-            for group in search.groups(kind, [axis for axis in axes if axis.may_be_moved_by(kind)]):
-                members = _joined(members, group, search.points[0].values)
+        for kind in free:
+            for group in search.groups(kind, free[kind]):
+                members = _joined(members, group, idle, search.points[0].values)
         order = list(program.latents)
         members.sort(key=lambda member: order.index(member.sites[0]))
         refutation = evidence.refute(Product(*members)) if members else None
@@ -151,12 +156,18 @@ def _find(program: Program, dtype: torch.dtype) -> Symmetry:
     return members[0] if len(members) == 1 else Product(*members)
 
 
-def _joined(members: list[Symmetry], group: Symmetry, values: dict[str, Tensor]) -> list[Symmetry]:
+def _joined(
+    members: list[Symmetry], group: Symmetry, idle: list[_Axis], values: dict[str, Tensor]
+) -> list[Symmetry]:
     """The members with one more, unless it is among them already or does not fit into a product with them."""
-    if isinstance(group, SignFlip) and _repeats(group, members, values):
-        return members
+    if isinstance(group, SignFlip):
+        if _repeats(group, members, values):
+            return members
+        carriers = _carrying(group, members, idle)
+    else:
+        carriers = members
     try:
-        return Product(*members, group).members
+        return Product(*carriers, group).members
     except SymmetryError:  # of a flip of which only a part rides on a permutation
         return members
 
@@ -183,6 +194,22 @@ def _of_members(group: NetworkSymmetry, *numbers: int) -> NetworkSymmetry:
     """The subgroup of some members."""
     counter = itertools.count()
     return group.where(lambda _: next(counter) in numbers)
+
+
+def _carrying(flip: Symmetry, members: list[Symmetry], idle: list[_Axis]) -> list[Symmetry]:
+    """The members, with idle axes that a flip moves given to the permutation on which the flip rides."""
+    axes = {axis.site: axis.axes for axis in idle if axis.is_moved_by(flip)}
+    rides = [
+        isinstance(member, Permutation)
+        and any(set(several) & set(flip.axes.get(site, ())) for site, several in member.axes.items())
+        for member in members
+    ]
+    if not axes or sum(rides) != 1:
+        return members
+    return [
+        Permutation({**member.axes, **axes}) if carries else member
+        for member, carries in zip(members, rides, strict=True)
+    ]
 
 
 def _repeats(flip: Symmetry, members: list[Symmetry], values: dict[str, Tensor]) -> bool:
@@ -279,6 +306,15 @@ class _Search:
         self.points = _mild(evidence.points)
         with suppress(ValueError):  # the prior alone may know where the log joint is finite
             self.points += _mild(finite_draws(near_zero, evidence.dtype))
+
+    def is_idle(self, axis: _Axis) -> bool:
+        """Whether swaps leave all values alone, as those of both axes of a 2 x 2 correlation matrix do."""
+        group = _group(Permutation, [axis])
+        return all(
+            bool(unmoved(group.sites, group.act(swap, point.values), point.values))
+            for _, swap in group.generators(self.points[0].values)[:1]
+            for point in self.points
+        )
 
     def groups(self, kind: Kind, axes: list[_Axis]) -> Iterator[Symmetry]:
         """The minimal symmetric sets, those of many units first."""

@@ -157,7 +157,7 @@ class NetworkSymmetry(Viewed):
         first, second, third = (max(len(row[k]) for row in rows) for k in range(3))
         lines = [f"{a:<{first}}  {b:>{second}}  {c:>{third}}  {d}" for a, b, c, d in rows]
         count = f"{len(logs)} group{'s' * (len(logs) != 1)}"
-        return "\n".join([*lines, f"{count}, log|G| = {sum(logs):.2f}", *self.dropped])
+        return "\n".join([*lines, f"{count}, log|G| = {self.log_order(self._template):.2f}", *self.dropped])
 
     def _moved(self, site: str, axis: int) -> str:
         """A factor of an axis as the table shows it."""

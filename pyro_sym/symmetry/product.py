@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from pyro_sym.errors import SymmetryError
-from pyro_sym.symmetry.base import Axes, Element, Symmetry, Values, map_element
+from pyro_sym.symmetry.base import Axes, Element, Symmetry, Values, length, map_element
 from pyro_sym.symmetry.elementary import MAX_ELEMENTS, Permutation, SignFlip
+from pyro_sym.symmetry.order import Moves, log_order
 
 __all__ = ["Product"]
 
@@ -103,7 +104,7 @@ class Product(Symmetry):
         total = 1
         for member in self.members:
             new = member.elements(values)
-            count = round(math.exp(member.log_order(values)))
+            count = length(new)
             every = [map_element(lambda t, c=count: t.repeat_interleave(c, 0), part) for part in every]
             every.append(map_element(lambda t, c=total: t.repeat(c, 1), new))
             total *= count
@@ -119,7 +120,10 @@ class Product(Symmetry):
         ]
 
     def log_order(self, values: Values) -> float:
-        return sum(member.log_order(values) for member in self.members)
+        return log_order(self._moves(values))
+
+    def _moves(self, values: Values) -> list[Moves]:
+        return [moves for member in self.members for moves in member._moves(values)]
 
 
 def _carry(permutation: Tensor, signs: Tensor) -> Tensor:

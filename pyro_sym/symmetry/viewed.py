@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_sym.errors import SymmetryError
 from pyro_sym.symmetry.base import Axes, Element, Symmetry, Values
+from pyro_sym.symmetry.order import Moves
 
 __all__ = ["Viewed"]
 
@@ -150,3 +151,6 @@ class Viewed(Symmetry):
 
     def log_order(self, values: Values) -> float:
         return self.symmetry.log_order(self.view(values))
+
+    def _moves(self, values: Values) -> list[Moves]:
+        return self.symmetry._moves(self.view(values))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_sym.errors import SymmetryError
-from pyro_sym.symmetry.base import Element, Symmetry, map_element
+from pyro_sym.symmetry.base import Element, Symmetry, length, map_element
 from pyro_sym.symmetry.flat import leaves
 from pyro_sym.symmetry.model import check_symmetry
 from pyro_sym.testing.laws import FAILURE_RATE, compare, require, try_laws
@@ -22,6 +22,7 @@ __all__ = ["check_symmetry_contract"]
 #: Groups up to this size are listed; products of generators are taken up to a smaller one.
 MAX_LISTED, MAX_GENERATED = 5_040, 400
 MAX_JACOBIAN = 500
+MARKED_AT_ONCE = 256
 ELSEWHERE = "_a_site_that_the_symmetry_does_not_name"
 
 
@@ -47,10 +48,10 @@ def check_symmetry_contract(
     that a batch of elements acts on a batch of values as each does alone; that dtypes, devices, inputs and
     the sites it does not name stay as they are; that every site it names is moved, along the axes it names
     and no others, without a change of volume (where at most 500 values are moved); that an absent site is a
-    :class:`~pyro_sym.SymmetryError`. Of up to 5,040 elements, that ``elements`` has ``exp(log_order)``
-    different ones, the identity first, that ``sample`` is uniform on them, and (up to 400) that the
-    generators generate them. Larger groups are seen to be sampled uniformly in part: each entry of an
-    element has to have the same law before and after a generator is applied.
+    :class:`~pyro_sym.SymmetryError`. Of up to 5,040 elements, that ``elements`` lists each once, the identity
+    first, and every one of ``exp(log_order)`` maps equally often, that ``sample`` is uniform on them, and (up
+    to 400) that the generators generate them. Larger groups are seen to be sampled uniformly in part: each
+    entry of an element has to have the same law before and after a generator is applied.
 
     Args:
         symmetry: the symmetry.
@@ -113,9 +114,14 @@ class _Case:
 
     @cached_property
     def order(self) -> int | None:
-        """The size of the group, if it is small enough to be listed."""
+        """The number of different maps, if the group is small enough to be listed."""
         log_order = self.symmetry.log_order(self.values)
         return round(math.exp(log_order)) if log_order < math.log(MAX_LISTED) + 1e-9 else None
+
+    @cached_property
+    def listed(self) -> Tensor | None:
+        """The elements of such a group as rows of numbers; some of them may act alike."""
+        return None if self.order is None else _matrix(self.symmetry.elements(self.values))
 
     def sample(self) -> Element:
         return self.symmetry.sample(self.values, (self.count,))
@@ -266,15 +272,24 @@ def _preserves_volume(case: _Case) -> None:
 
 def _lists_its_elements(case: _Case) -> None:
     """elements() and log_order()."""
-    if case.order is None:
+    listed = case.listed
+    if listed is None or case.order is None:
         return
-    listed = _matrix(case.symmetry.elements(case.values))
     case.require(
-        len(listed) == case.order,
+        len(listed) > 0 and len(listed) % case.order == 0,
         f"elements() lists {len(listed)}, and log_order() is the logarithm of {case.order}",
     )
     different = len(listed.unique(dim=0))
-    case.require(different == len(listed), f"elements() has only {different} different ones in {case.order}")
+    case.require(different == len(listed), f"elements() has only {different} different ones in {len(listed)}")
+    maps = _marks(case).unique(return_counts=True)[1]
+    case.require(
+        len(maps) == case.order,
+        f"elements() acts in {len(maps)} different ways, and log_order() is the logarithm of {case.order}",
+    )
+    case.require(
+        maps.min() == maps.max(),
+        f"elements() lists one map {int(maps.min())} times and another {int(maps.max())} times",
+    )
     neutral = _matrix(case.symmetry.identity(case.values, (1,)))
     case.require(torch.equal(listed[:1], neutral), "elements() does not have the identity first")
 
@@ -284,18 +299,19 @@ def _samples_uniformly(case: _Case) -> None:
     from scipy.special import chdtrc  # the chi-squared law's upper tail
 
     symmetry, values = case.symmetry, case.values
-    if case.order is not None:
-        listed = _matrix(symmetry.elements(values))
-        drawn = _matrix(symmetry.sample(values, (max(2_000, 20 * case.order),)))
+    listed = case.listed
+    if listed is not None:
+        total = len(listed)
+        drawn = _matrix(symmetry.sample(values, (max(2_000, 20 * total),)))
         known, places, counts = torch.cat([listed, drawn]).unique(
             dim=0, return_inverse=True, return_counts=True
         )
-        strangers = len(known) - case.order
+        strangers = len(known) - total
         case.require(strangers == 0, f"sample() draws {strangers} elements that elements() does not list")
-        if case.order == 1:
+        if total == 1:
             return
-        counts, expected = counts - 1, len(drawn) / case.order
-        chance = chdtrc(case.order - 1, float(((counts - expected) ** 2 / expected).sum()))
+        counts, expected = counts - 1, len(drawn) / total
+        chance = chdtrc(total - 1, float(((counts - expected) ** 2 / expected).sum()))
         rarest, most = (int(count) for count in counts.aminmax())
         case.require(
             chance > FAILURE_RATE,
@@ -325,7 +341,8 @@ def _samples_uniformly(case: _Case) -> None:
 def _is_generated(case: _Case) -> None:
     """The generators."""
     symmetry, values = case.symmetry, case.values
-    if case.order is None or case.order > MAX_GENERATED:
+    total = 0 if case.listed is None else len(case.listed)
+    if not 0 < total <= MAX_GENERATED:
         return
 
     def key(element: Element) -> tuple[float, ...]:
@@ -341,11 +358,25 @@ def _is_generated(case: _Case) -> None:
         frontier = [product for name, product in new.items() if name not in seen]
         seen.update(new)
         case.require(
-            len(seen) <= case.order,
-            f"generators() generate more than the {case.order} elements of elements(): one element has "
+            len(seen) <= total,
+            f"generators() generate more than the {total} elements of elements(): one element has "
             "to have one value, so that compose() has to reduce what it returns",
         )
-    case.require(len(seen) == case.order, f"generators() generate {len(seen)} of {case.order} elements")
+    case.require(len(seen) == total, f"generators() generate {len(seen)} of {total} elements")
+
+
+def _marks(case: _Case) -> Tensor:
+    """A number for every listed element, the same for those that act alike on the values."""
+    symmetry, elements = case.symmetry, case.symmetry.elements(case.values)
+    total = length(elements)
+    weights = {site: torch.rand(case.values[site].shape, dtype=torch.float64) for site in symmetry.axes}
+    marks = torch.zeros(total, dtype=torch.float64)
+    for start in range(0, total, MARKED_AT_ONCE):
+        rows = slice(start, start + MARKED_AT_ONCE)
+        images = symmetry.act(_at(rows, elements), case.rows)
+        for site, weight in weights.items():
+            marks[rows] += (images[site].double() * weight).flatten(1).sum(1)
+    return (marks / (1e-8 * (1 + marks.abs().max()))).round()
 
 
 def _at(index: Any, element: Element) -> Element:

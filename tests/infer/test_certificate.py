@@ -87,11 +87,11 @@ def test_an_old_anchor_bounds_the_coefficients_wherever_the_parameters_went(sign
 class Compared(AutoSymmetrized):
     """Keeps what the certified average was off by, or None, at every step."""
 
-    def _certified_average(self, captured: Any, draws: Any) -> Tensor | None:
-        known = super()._certified_average(captured, draws)
+    def _certified_ratio(self, captured: Any, draws: Any) -> float | None:
+        known = super()._certified_ratio(captured, draws)
         assert self._layout is not None
-        full = self._log_orbit_average(self._layout, draws, (), {})
-        error = None if known is None else float((known - full).detach())
+        full = self._log_ratio(self._layout, draws, (), {})
+        error = None if known is None else float(known - full.detach())
         self.__dict__.setdefault("errors", []).append(error)
         return known
 
@@ -204,7 +204,7 @@ def apart() -> AutoSymmetrized:
 def is_certified(guide: Any) -> bool:
     with pyro.poutine.trace():
         _, captured = guide._capture((), {})
-    return guide._certified_average(captured, captured.draws(guide._layout.native_dims)) is not None
+    return guide._certified_ratio(captured, captured.draws(guide._layout.native_dims)) is not None
 
 
 def collide(guide: Any) -> None:
