@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import pyro
 import torch
+from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.distributions import Distribution, Transform
 from torch.distributions.utils import lazy_property
@@ -31,6 +32,8 @@ __all__ = ["CODE", "COLLAPSED", "Fingerprint", "fingerprint"]
 MAX_WORDS = 400
 # Beyond so many objects, or so deep, nothing is read any more, and the fingerprint says so.
 MAX_OBJECTS, MAX_DEPTH = 50_000, 60
+# Tensors of more values are read once more only if torch says that they were written to.
+LARGE = 2**20
 COLLAPSED = ", with all in it "
 """What stands before the digest of a place and all that is below it."""
 CODE = ": code"
@@ -77,14 +80,20 @@ class Fingerprint:
     Args:
         roots: names and parts.
         doubts: places that can't be read, with the reason.
-        tensors: digests of tensors, to use again for those that did not change.
+        handlers: places of Pyro's effect handlers, which keep what they computed.
+        tensors: digests of large tensors, to use again for those that did not change.
     """
 
     def __init__(
-        self, roots: list[tuple[str, _Part]], doubts: list[str], tensors: dict[int, tuple[Tensor, int, str]]
+        self,
+        roots: list[tuple[str, _Part]],
+        doubts: list[str],
+        handlers: list[str],
+        tensors: dict[int, tuple[Tensor, int, str]],
     ) -> None:
         self._roots = roots
         self.doubts = doubts
+        self.handlers = handlers
         self.tensors = tensors
 
     def words(self, leave_out: Collection[str] = ()) -> dict[str, str]:
@@ -145,7 +154,7 @@ def fingerprint(roots: Mapping[str, Any], before: Fingerprint | None = None) -> 
     """
     reader = _Reader({} if before is None else before.tensors)
     parts = [(name, reader.read(value, name, 0)) for name, value in roots.items()]
-    return Fingerprint(parts, reader.doubts, reader.tensors)
+    return Fingerprint(parts, reader.doubts, reader.handlers, reader.tensors)
 
 
 class _Reader:
@@ -153,6 +162,7 @@ class _Reader:
 
     def __init__(self, tensors: dict[int, tuple[Tensor, int, str]]) -> None:
         self.doubts: list[str] = []
+        self.handlers: list[str] = []
         self.tensors: dict[int, tuple[Tensor, int, str]] = {}
         self._known = tensors
         self._parts: dict[int, _Part] = {}
@@ -249,6 +259,8 @@ class _Reader:
             return _Part(type(value).__qualname__)
         if isinstance(value, enum.Enum):
             return _Part(f"{type(value).__qualname__}.{value.name}")
+        if isinstance(value, Messenger):
+            self.handlers.append(place)
         return self._pickled(value, place, depth)
 
     # --- values ---------------------------------------------------------------------------------------------
@@ -259,14 +271,16 @@ class _Reader:
             return _Part(word if value.device.type == "meta" else type(value).__name__)
         version = -1 if value.is_inference() else value._version
         known = self._known.get(id(value))
-        if known is not None and known[0] is value and known[1] == version >= 0:
+        large = value.numel() > LARGE  # some kernels, as of batch norm, write without a new version
+        if large and known is not None and known[0] is value and known[1] == version >= 0:
             digest = known[2]
         else:
             dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
             digest = _hash(_bytes(dense.dequantize() if dense.is_quantized else dense))
             if value.numel() == 1 and not value.is_quantized:
                 digest = f"{dense.item()!r} {digest}"
-        self.tensors[id(value)] = (value, version, digest)
+        if large:
+            self.tensors[id(value)] = (value, version, digest)
         return _Part(word, digest)
 
     def _array(self, value: np.ndarray[Any, Any], place: str, depth: int) -> _Part:

@@ -26,14 +26,15 @@ class Identity:
 
     Attributes:
         words: what is at each place that its model, data and kernel reach.
-        changing: places whose contents changed while the chains were started, as the model itself writes
-            there. They are not compared.
+        changing: places whose contents changed while the chains were started. They are not compared.
+        noted: those of them that the model itself changes, and not one of Pyro's effect handlers.
         doubts: places that can't be read.
         versions: of Python, torch and Pyro.
     """
 
     words: Mapping[str, str]
     changing: tuple[str, ...]
+    noted: tuple[str, ...]
     doubts: tuple[str, ...]
     versions: Mapping[str, str]
 
@@ -77,9 +78,9 @@ class Identity:
                 "resumed, nothing tells whether that has changed",
                 stacklevel=2,
             )
-        if self.changing:
+        if self.noted:
             warnings.warn(
-                f"the model of the run in {path} changes {', '.join(_some(self.changing))} as it runs. The "
+                f"the model of the run in {path} changes {', '.join(_some(self.noted))} as it runs. The "
                 "store doesn't keep that: a resumed run draws what the run would have drawn only if the log "
                 "density doesn't depend on it",
                 stacklevel=2,
@@ -104,7 +105,7 @@ def start_identified(
     program = chains.potential.program
     after = fingerprint(roots, before)
     words, words_after = before.words(program.latents), after.words(program.latents)
-    changed = [place for place in words if words[place] != words_after.get(place)]
+    changed = [place for place in {**words, **words_after} if words.get(place) != words_after.get(place)]
     changed = [place for place in changed if not any(_is_within(place, other, True) for other in changed)]
     shapes = {name: (site.value.dtype, tuple(site.value.shape)) for name, site in program.latents.items()}
     params = {f"pyro.param({name!r})": pyro.get_param_store()[name] for name in program.params}
@@ -116,7 +117,8 @@ def start_identified(
         "torch": str(torch.__version__),
         "pyro": str(pyro.__version__),
     }
-    return chains, Identity(words, tuple(changed), tuple(before.doubts), versions)
+    noted = [place for place in changed if not any(_is_within(place, one) for one in before.handlers)]
+    return chains, Identity(words, tuple(changed), tuple(noted), tuple(before.doubts), versions)
 
 
 def _is_within(place: str, other: str, strictly: bool = False) -> bool:

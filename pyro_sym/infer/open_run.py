@@ -16,6 +16,9 @@ from pyro_sym.infer.vectorized import VectorizedMCMC
 
 __all__ = ["Run", "open_run"]
 
+# What a store says of its run; the oldest ones say less.
+KEPT = ("kernel", "kernel_settings", "unconstrained_sizes")
+
 
 def open_run(path: str | os.PathLike[str]) -> Run:
     """Open the draws that a run of :class:`~pyro_sym.VectorizedMCMC` has stored, for reading.
@@ -65,9 +68,9 @@ class Run:
         total: draws of each chain that the run was asked for.
         sites: names of the latent sites.
         sampling_time: seconds that the draws took, warm-up included.
-        attrs: the kernel's name, and its settings in words.
-        diverged: by chain, a :class:`~pyro_sym.infer.chains.Divergence`; its ``step`` is the first draw that
-            is missing.
+        attrs: the kernel's name and settings, and how it was run, as :func:`~pyro_sym.from_pyro` exports
+            them.
+        diverged: by chain, a :class:`~pyro_sym.infer.chains.Divergence` with step and reason.
     """
 
     def __init__(self, arrays: StoredArrays) -> None:
@@ -79,23 +82,16 @@ class Run:
         self.sites: list[str] = list(attrs["latent_site"])
         self.sampling_time = float(attrs.get("sampling_time", 0.0))
         self.attrs: dict[str, Any] = {
-            "kernel": attrs["kernel"],
-            "kernel_settings": attrs.get("started_with", {}),
-            "run": {"num_chains": self.num_chains, "num_samples": self.num_samples, "total": self.total},
+            **{name: attrs[name] for name in KEPT if name in attrs},
+            "run": {**attrs.get("run", {}), "num_chains": self.num_chains, "num_samples": self.num_samples},
             "sampling_time": self.sampling_time,
-            "store": str(self.path),
         }
-        if "unconstrained_sizes" in attrs:
-            self.attrs["unconstrained_sizes"] = attrs["unconstrained_sizes"]
         names = {site: site.replace("/", ".") for site in self.sites}
         self._draws = StoredDraws(arrays, names, torch.device("cpu"))
-        ended = self._draws.diverging()
         self.diverged = {
-            chain: Divergence(
-                int(ended[:, chain].nonzero()[0]), f"draws are missing from here on in {self.path}"
-            )
-            for chain in range(self.num_chains)
-            if ended[:, chain].any()
+            int(chain): Divergence(*end)
+            for chain, end in attrs.get("diverged", {}).items()
+            if self._draws.diverging()[:, int(chain)].any()
         }
 
     @property

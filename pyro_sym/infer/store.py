@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_sym.infer.chains import Chains
+from pyro_sym.infer.chains import Chains, Divergence
 from pyro_sym.infer.draws import keep
 from pyro_sym.infer.identity import Identity
 from pyro_sym.infer.recorder import Recorder
+from pyro_sym.infer.settings import kernel_settings
 from pyro_sym.infer.stored import (
     FORMAT,
     GROUPS,
@@ -227,11 +228,12 @@ class Store:
         with self._room():
             _save(record, self.path / RECORD)
 
-    def note(self, draws: int, sampling_time: float) -> None:
-        """Tell readers how many draws there are."""
+    def note(self, draws: int, sampling_time: float, diverged: Mapping[int, Divergence]) -> None:
+        """Tell readers how many draws there are, and which chains have ended."""
+        ended = {str(chain): astuple(divergence) for chain, divergence in diverged.items()}
         with self._room():
             metadata = read_metadata(self.path)
-            metadata["attributes"] |= {"draws": draws, "sampling_time": sampling_time}
+            metadata["attributes"] |= {"draws": draws, "sampling_time": sampling_time, "diverged": ended}
             with _replacing(self.path / METADATA) as new:
                 new.write_text(json.dumps(metadata, indent=2))
 
@@ -241,9 +243,9 @@ class Store:
         try:
             yield
         except OSError as error:
-            cure = "see to the disk, and run again"
+            cure = "See to the disk and to the folder above it, or pass another path"
             if what == "written":
-                cure = f"It can be read up to its last block; {cure} with resume=True"
+                cure = "It can be read up to its last block; see to the disk, and run again with resume=True"
             message = f"the store {self.path} can't be {what} ({error.strerror}). {cure}"
             raise OSError(error.errno, message) from error
 
@@ -301,7 +303,7 @@ class DrawsOnDisk(StoredDraws):
         self._diverging = torch.zeros(block, len(chains.position), dtype=torch.bool)
         self._held = 0
         identity.warn(store.path)
-        store.note(self.num_draws, self.sampling_time)
+        self._note()
 
     def append(self) -> None:
         """Keep the draw where the chains stand."""
@@ -319,7 +321,7 @@ class DrawsOnDisk(StoredDraws):
         if draws == self._num_samples or (draws if self._held else self.done) % block == 0:
             self._write()
             self._store.commit(self._record())
-            self._store.note(self.num_draws, self.sampling_time)
+            self._note()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -328,7 +330,7 @@ class DrawsOnDisk(StoredDraws):
         try:
             if self._held:
                 self._write()
-                self._store.note(self.num_draws, self.sampling_time)
+                self._note()
         finally:
             self._store.close()
 
@@ -344,6 +346,9 @@ class DrawsOnDisk(StoredDraws):
         block |= {f"sample_stats/{name}": value[:held].transpose(0, 1) for name, value in stats.items()}
         self._store.write(self.num_draws, block)
         self.num_draws += held
+
+    def _note(self) -> None:
+        self._store.note(self.num_draws, self.sampling_time, self._chains.diverged)
 
     def _record(self) -> dict[str, Any]:
         return {
@@ -384,7 +389,8 @@ def _attrs(chains: Chains, identity: Identity) -> dict[str, Any]:
         "kernel": type(chains.kernel).__name__,
         "latent_site": list(potential.shapes),
         "unconstrained_sizes": dict(potential.sizes),
-        "started_with": {name: word for name, word in identity.words.items() if name.isidentifier()},
+        "kernel_settings": kernel_settings(chains.kernel),
+        "run": {name: int(identity.words[name]) for name in ("num_chains", "warmup_steps", "thinning")},
     }
 
 
