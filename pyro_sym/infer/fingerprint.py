@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import copyreg
-import dis
 import enum
 import functools
 import hashlib
-import sys
-import sysconfig
 import threading
 import types
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import pyro
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.distributions import Distribution, Transform
 from torch.distributions.utils import lazy_property
 from torch.utils.data import DataLoader
+
+from pyro_sym.infer.reach import (
+    cell_contents,
+    code_digest,
+    file_of_module,
+    is_installed,
+    reached_globals,
+)
 
 __all__ = ["CODE", "COLLAPSED", "Fingerprint", "fingerprint"]
 
@@ -231,7 +234,7 @@ class _Reader:
             case types.FunctionType():
                 return self._function(value, place, depth)
             case types.CodeType():
-                return _Part("code", _code(value))
+                return _Part("code", code_digest(value))
             case type():
                 return self._class(value, place, depth)
             case types.BuiltinFunctionType() | types.MethodWrapperType():
@@ -326,7 +329,8 @@ class _Reader:
             state, slots = state
         for some in (state, slots):
             if type(some) is dict and all(isinstance(name, str) for name in some):
-                own += self._named(_dotted(some), place, depth)
+                kept = {name: one for name, one in some.items() if not _is_cached(value, name)}
+                own += self._named(_dotted(kept), place, depth)
             elif some is not None:
                 own += self._named({": state": some}, place, depth)
         own += self._sequence([] if items is None else items, place, depth)
@@ -338,7 +342,9 @@ class _Reader:
             return self.read(original, place, depth)
         base = vars(nn.Module())
         kept = {
-            name: own for name, own in vars(module).items() if name not in base and name != "_pyro_context"
+            name: own
+            for name, own in vars(module).items()
+            if name not in base and name != "_pyro_context" and not _is_cached(module, name)
         }
         kept |= {"training": module.training, **module._buffers, **module._modules}
         kept |= {n: list(hooks.values()) for n in _HOOKS if (hooks := getattr(module, n, None))}
@@ -357,24 +363,24 @@ class _Reader:
             return self.read(original, place, depth)
         code = function.__code__
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        kept = {f": variable {name}": _contents(cell) for name, cell in cells}
+        kept = {f": variable {name}": cell_contents(cell) for name, cell in cells}
         defaults = function.__defaults__ or ()
         names = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults) :]
         kept |= {f": default {name}": own for name, own in zip(names, defaults, strict=True)}
         kept |= {f": default {name}": own for name, own in (function.__kwdefaults__ or {}).items()}
         kept |= _dotted(vars(function))
-        if _is_installed(code.co_filename):
+        if is_installed(code.co_filename):
             return _Part(
                 f"{function.__module__}.{function.__qualname__}", parts=self._named(kept, place, depth)
             )
         kept[CODE] = code
-        for name, own in _globals(code, function.__globals__).items():
+        for name, own in reached_globals(code, function.__globals__).items():
             kept[f": global {name}"] = own
         return _Part(function.__qualname__, parts=self._named(kept, place, depth))
 
     def _class(self, kind: type, place: str, depth: int) -> _Part:
         """The attributes and methods of a class, if it is the user's, and its bases."""
-        if _is_installed(_file_of(kind)):
+        if is_installed(file_of_module(kind.__module__)):
             return _Part(_name(kind))
         methods = (types.FunctionType, staticmethod, classmethod, property)
         kept = {
@@ -443,6 +449,10 @@ def _bytes(tensor: Tensor) -> Any:
     return dense.reshape(-1).view(torch.uint8).numpy()
 
 
+def _is_cached(value: Any, name: str) -> bool:
+    return isinstance(getattr(type(value), name, None), functools.cached_property)
+
+
 def _is_set(value: Any) -> bool:
     return isinstance(value, set | frozenset)
 
@@ -465,98 +475,3 @@ def _numbers(value: Distribution) -> dict[str, Any]:
         numbers = lazy & set(cast(Any, value).arg_constraints)
         kept |= {name: getattr(value, name) for name in sorted(numbers)}
     return kept
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not yet filled, as a name that is bound later
-        return None
-
-
-def _code(code: types.CodeType) -> str:
-    """A digest of byte code, without names of files and numbers of lines."""
-    consts = [_code(one) if isinstance(one, types.CodeType) else _constant(one) for one in code.co_consts]
-    flags = code.co_flags & 0x0F  # *args, **kwargs and kinds of scope
-    names = (code.co_names, code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-    return _hash(repr((code.co_code, names, consts, flags)).encode())
-
-
-def _constant(value: Any) -> str:
-    if isinstance(value, frozenset):
-        return repr(sorted(map(_constant, value)))
-    return repr(tuple(map(_constant, value))) if isinstance(value, tuple) else repr(value)
-
-
-@functools.cache
-def _global_names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """Names that code looks up in globals, modules that it imports, and all names that it uses."""
-    looked_up, imported, used = set(), set(), set(code.co_names)
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
-            looked_up.add(step.argval)
-        elif step.opname == "IMPORT_NAME":
-            imported.add(step.argval)
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            for names, inner in zip((looked_up, imported, used), _global_names(const), strict=True):
-                names |= inner
-    return frozenset(looked_up), frozenset(imported), frozenset(used)
-
-
-def _globals(code: types.CodeType, scope: Mapping[str, Any]) -> dict[str, Any]:
-    """Global variables that code names, and what it names of the user's modules."""
-    looked_up, imported, used = _global_names(code)
-    found = {name: scope[name] for name in looked_up if name in scope}
-    modules = {name: own for name, own in found.items() if isinstance(own, types.ModuleType)}
-    modules |= {name: sys.modules[name] for name in imported if name in sys.modules}
-    pending = list(modules.items())
-    for place, module in pending:
-        found.pop(place, None)
-        if _is_installed(getattr(module, "__file__", None) or _file_named(module.__name__)):
-            continue
-        for name in used & vars(module).keys():
-            own = vars(module)[name]
-            if not isinstance(own, types.ModuleType):
-                found[f"{place}.{name}"] = own
-            elif own not in [known for _, known in pending]:
-                pending.append((f"{place}.{name}", own))
-    return found
-
-
-def _file_of(kind: type) -> str | None:
-    return _file_named(kind.__module__)
-
-
-def _file_named(module: str) -> str | None:
-    """The file of a module; ``None`` if it is the user's and has none, as in a notebook."""
-    found = sys.modules.get(module)
-    if module == "__main__" or found is None:
-        return None
-    if (file := getattr(found, "__file__", None)) is not None:
-        return str(file)
-    return "<frozen built-in>" if getattr(found, "__spec__", None) is not None else None
-
-
-@functools.cache
-def _is_installed(file: str | None) -> bool:
-    """Whether code comes with Python or from an installed package, and is known by its name."""
-    if file is None or (file.startswith("<") and not file.startswith("<frozen")):
-        return False
-    return file.startswith("<frozen") or _is_within(Path(file))
-
-
-def _is_within(file: Path) -> bool:
-    packages = {"site-packages", "dist-packages"}
-    return not packages.isdisjoint(file.parts) or any(folder in file.parents for folder in _folders())
-
-
-@functools.cache
-def _folders() -> tuple[Path, ...]:
-    """Where Python's own library is, and this package and those that it is built on."""
-    paths = [Path(path) for name, path in sysconfig.get_paths().items() if name.endswith("lib")]
-    own = [Path(__file__).parents[1], *(Path(module.__file__).parent for module in _BUILT_ON)]
-    return tuple(dict.fromkeys([*paths, *own]))
-
-
-_BUILT_ON: tuple[Any, ...] = (torch, pyro, np)

@@ -88,10 +88,11 @@ class Run:
         }
         names = {site: site.replace("/", ".") for site in self.sites}
         self._draws = StoredDraws(arrays, names, torch.device("cpu"))
-        self.diverged = {
-            int(chain): Divergence(*end)
-            for chain, end in attrs.get("diverged", {}).items()
-            if self._draws.diverging()[:, int(chain)].any()
+        ends, missing = attrs.get("diverged", {}), self._draws.diverging()
+        self.diverged = {  # the oldest stores don't say how a chain ended
+            chain: Divergence(*ends.get(str(chain), (0, "a draw is not finite")))
+            for chain in range(self.num_chains)
+            if missing[:, chain].any()
         }
 
     @property
