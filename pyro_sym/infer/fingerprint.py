@@ -42,7 +42,18 @@ COLLAPSED = ", with all in it "
 CODE = ": code"
 """The end of the name of a place that holds byte code, which differs between versions of Python."""
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range)
+_ATOMS: tuple[type, ...] = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(...),
+    type(NotImplemented),
+    range,
+)
 _ATOMS += (torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype, np.generic)
 # They are part of no computation, and can't be compared.
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.local)
@@ -259,7 +270,7 @@ class _Reader:
             wrapped = getattr(value, "__wrapped__", None) or cast(Any, value).func
             return self._children(type(value).__qualname__, {"__wrapped__": wrapped}, place, depth)
         if isinstance(value, types.GetSetDescriptorType | types.MemberDescriptorType):
-            return _Part(type(value).__qualname__)
+            return _Part(value.__name__)
         if isinstance(value, enum.Enum):
             return _Part(f"{type(value).__qualname__}.{value.name}")
         if isinstance(value, Messenger):

@@ -38,17 +38,21 @@ def open_run(path: str | os.PathLike[str]) -> Run:
         ImportError: if Zarr is not installed.
 
     Example:
-        >>> def model():
-        ...     pyro.sample("mean", dist.Normal(0.0, 1.0))
+        >>> import pathlib, tempfile
+        >>> from pyro.infer import Predictive
+        >>> def model(y=None):
+        ...     mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+        ...     pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "run.zarr"
         >>> mcmc = VectorizedMCMC(
         ...     BAOA(model, step_size=0.1), num_samples=20, num_chains=2, disable_progbar=True, store=path
         ... )
-        >>> mcmc.run()
+        >>> mcmc.run(torch.tensor(1.0))
         >>> run = open_run(path)
         >>> run.num_chains, run.num_samples, run.finished
         (2, 20, True)
-        >>> predictive = Predictive(model, run.get_samples())
+        >>> Predictive(model, run.get_samples())()["y"].shape
+        torch.Size([40])
     """
     return Run(StoredArrays(local_path(path)))
 

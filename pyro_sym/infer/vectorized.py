@@ -196,7 +196,7 @@ class VectorizedMCMC:
             set_random_state(record["start"])
         start = random_state()
         numbers = {name: getattr(self, name) for name in ("warmup_steps", "num_chains", "thinning")}
-        settings = {"on_divergence": self.on_divergence, "store_every": self.store_every}
+        settings: dict[str, Any] = {"on_divergence": self.on_divergence, "store_every": self.store_every}
         settings |= {"kernel": type(self.kernel).__name__, **numbers}
         chains, identity = start_identified(self._start, self._roots(), settings)
         block = self.store_every or block_of_draws(chains, self.num_samples)

@@ -57,7 +57,7 @@ def test_learnt_masses_and_momenta_go_on(tmp_path: Path, monkeypatch: pytest.Mon
 
     def forgetting(what: str) -> bool:
         def without(self: Chains, state: Any) -> None:
-            fresh = {
+            fresh: dict[str, Any] = {
                 "momentum": {"state": [state["state"][0], self.state[1]]},
                 "masses": {"tuning": self._tuning},
             }
@@ -108,10 +108,10 @@ def test_a_crash_at_any_file_of_an_extension(tmp_path: Path, monkeypatch: pytest
             crash_at(patch, 0)
             with pytest.raises(Crash):
                 run(kernel(), store=tmp_path / "run", resume=True)
-        with xr.open_datatree(tmp_path / "run", engine="zarr") as tree:
-            sizes.append(tree["posterior"].sizes["draw"])
-            assert tree["posterior"]["draw"].values.tolist() == list(range(sizes[-1]))
-            assert tree["posterior"]["scale"][:, :5].notnull().all()
+        with xr.open_dataset(tmp_path / "run", engine="zarr", group="posterior") as posterior:
+            sizes.append(posterior.sizes["draw"])
+            assert posterior["draw"].values.tolist() == list(range(sizes[-1]))
+            assert posterior["scale"][:, :5].notnull().all()
         seen = open_run(tmp_path / "run")
         assert (seen.num_samples, seen.total) == (5, sizes[-1])
         if left >= 0:  # the crash came after all files were written

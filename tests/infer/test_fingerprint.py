@@ -346,9 +346,9 @@ def test_an_attribute_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert changed == {"value.__class__.shift": ("0.0", "3.0")}
     changed = change(model, lambda: monkeypatch.setattr(sys.modules[__name__], "SCALE", 3.0))
     assert changed == {"value.__class__.__call__: global SCALE": ("1.0", "3.0")}
-    changed = change(model, lambda: TABLE["a"].mul_(2))
+    changed = change(model, lambda: TABLE.update(a=2 * TABLE["a"]))
     assert list(changed) == ["value.__class__.__call__: global TABLE['a']"]
-    TABLE["a"].div_(2)
+    TABLE["a"] /= 2
     changed = change(model, lambda: monkeypatch.setattr(Model, "mean", lambda self: self.loc))
     assert "value.__class__.mean: code" in changed
 

@@ -246,7 +246,7 @@ def test_stores_without_checksums_are_read_and_not_resumed(
     sampler = run(kernel(), store=tmp_path / "run")
     old = tmp_path / "old"
     shutil.copytree(tmp_path / "run", old)
-    root = zarr.open_group(old, mode="r+", zarr_format=3, use_consolidated=False)
+    root: Any = zarr.open_group(old, mode="r+", zarr_format=3, use_consolidated=False)
     for group in ("posterior", "sample_stats"):
         for name, array in list(root[group].arrays()):
             if name not in ("chain", "draw"):
