@@ -33,8 +33,8 @@ __all__ = ["CODE", "COLLAPSED", "Fingerprint", "fingerprint"]
 
 # A fingerprint names so many places; what lies deeper is one digest of the place above it.
 MAX_WORDS = 400
-# Beyond so many objects, or so deep, nothing is read any more, and the fingerprint says so.
-MAX_OBJECTS, MAX_DEPTH = 50_000, 60
+# Beyond so many objects or bytes, or so deep, nothing is read any more, and the fingerprint says so.
+MAX_OBJECTS, MAX_DEPTH, MAX_BYTES = 50_000, 60, 2**34
 # Tensors of more values are read once more only if torch says that they were written to.
 LARGE = 2**20
 COLLAPSED = ", with all in it "
@@ -182,6 +182,7 @@ class _Reader:
         self._parts: dict[int, _Part] = {}
         self._alive: list[Any] = []  # an id is that of one object for as long as the object lives
         self._within: list[int] = []
+        self._bytes = 0
 
     def read(self, value: Any, place: str, depth: int) -> _Part:
         """Read one value."""
@@ -193,8 +194,7 @@ class _Reader:
         if key in self._parts:
             return self._parts[key]
         if len(self._parts) >= MAX_OBJECTS or depth > MAX_DEPTH:
-            if not self.doubts or not self.doubts[-1].endswith("too much to read"):
-                self.doubts.append(f"{place} and what comes after it: too much to read")
+            self._doubt_the_rest(place)
             return _Part(_name(value))
         self._alive.append(value)
         self._within.append(key)
@@ -207,7 +207,7 @@ class _Reader:
     def _part(self, value: Any, place: str, depth: int) -> _Part:
         match value:
             case Tensor():
-                return self._tensor(value)
+                return self._tensor(value, place)
             case np.ndarray():
                 return self._array(value, place, depth)
             case list() | tuple() | set() | frozenset() if type(value) in (list, tuple, set, frozenset):
@@ -277,9 +277,21 @@ class _Reader:
             self.handlers.append(place)
         return self._pickled(value, place, depth)
 
+    def _is_too_much(self, size: int, place: str) -> bool:
+        """Whether so many bytes are more than are still read."""
+        if self._bytes + size > MAX_BYTES:
+            self._doubt_the_rest(place)
+            return True
+        self._bytes += size
+        return False
+
+    def _doubt_the_rest(self, place: str) -> None:
+        if not self.doubts or not self.doubts[-1].endswith("too much to read"):
+            self.doubts.append(f"{place} and what comes after it: too much to read")
+
     # --- values ---------------------------------------------------------------------------------------------
 
-    def _tensor(self, value: Tensor) -> _Part:
+    def _tensor(self, value: Tensor, place: str) -> _Part:
         word = f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
         if value.device.type == "meta" or nn.parameter.is_lazy(value):
             return _Part(word if value.device.type == "meta" else type(value).__name__)
@@ -288,6 +300,8 @@ class _Reader:
         large = value.numel() > LARGE  # some kernels, as of batch norm, write without a new version
         if large and known is not None and known[0] is value and known[1] == version >= 0:
             digest = known[2]
+        elif self._is_too_much(value.numel() * value.element_size(), place):
+            return _Part(word)
         else:
             dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
             digest = _hash(_bytes(dense.dequantize() if dense.is_quantized else dense))
@@ -301,9 +315,11 @@ class _Reader:
         word = f"{value.dtype} array of shape {value.shape}"
         if value.dtype.hasobject:
             return _Part(word, parts=self._sequence(value.ravel().tolist(), place, depth))
-        plain = np.ascontiguousarray(value)
+        if self._is_too_much(value.nbytes, place):
+            return _Part(word)
+        plain = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         kept = {"mask": np.ma.getmaskarray(value)} if isinstance(value, np.ma.MaskedArray) else {}
-        return _Part(word, _hash(plain.tobytes()), self._named(_dotted(kept), place, depth))
+        return _Part(word, _hash(plain), self._named(_dotted(kept), place, depth))
 
     def _collection(self, value: Any, place: str, depth: int) -> _Part:
         word = f"{type(value).__name__} of {len(value)}"
@@ -363,7 +379,7 @@ class _Reader:
         for name, parameter in module._parameters.items():
             at = f"{place}.{name}"
             if parameter is not None:
-                own = self._tensor(parameter)
+                own = self._tensor(parameter, at)
                 part.parts.append((f".{name}", _Part(own.word, own.digest, own.parts, at)))
         return part
 

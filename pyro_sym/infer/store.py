@@ -281,6 +281,7 @@ class DrawsOnDisk(StoredDraws):
         self._recorder = Recorder(chains)
         self._num_samples = num_samples
         sites = {name: name.replace("/", ".") for name in chains.potential.shapes}
+        _check_names(sites)
         self._about: dict[str, Any] = {
             "format": FORMAT,
             "identity": identity.record(),
@@ -381,6 +382,17 @@ class DrawsOnDisk(StoredDraws):
         set_random_state(record["random"])
 
 
+def _check_names(sites: Mapping[str, str]) -> None:
+    """Refuse sites that would share a variable."""
+    taken = {"chain": "the dim of chains", "draw": "the dim of draws"}
+    for site, variable in sites.items():
+        if variable in taken:
+            raise ValueError(
+                f"site {site!r} would be stored as {variable!r}, which is {taken[variable]}; rename the site"
+            )
+        taken[variable] = f"site {site!r}"
+
+
 def _attrs(chains: Chains, identity: Identity) -> dict[str, Any]:
     """What the store says of the run, for readers."""
     potential = chains.potential
@@ -451,13 +463,17 @@ def _to_numpy(values: Tensor) -> np.ndarray[Any, Any]:
 
 
 def _save(record: dict[str, Any], path: Path) -> None:
+    checks = torch.serialization.get_crc32_options()
     with _replacing(path) as new, new.open("wb") as file:
+        torch.serialization.set_crc32_options(True)  # a reader compares the checksums
         try:
             torch.save(record, file)
         except RuntimeError as error:  # torch hides what the file had to say
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
+        finally:
+            torch.serialization.set_crc32_options(checks)
 
 
 @contextmanager

@@ -461,6 +461,9 @@ def test_what_is_too_large_or_too_deep_is_said(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(500):
         deep = [deep]
     assert len(fingerprint({"model": deep}).doubts) == 1
+    monkeypatch.setattr(module, "MAX_BYTES", 100)
+    many = {"a": torch.zeros(5), "b": np.zeros(11), "c": torch.zeros(99)}
+    assert fingerprint({"model": many}).doubts == ["model['b'] and what comes after it: too much to read"]
 
 
 def test_large_tensors_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

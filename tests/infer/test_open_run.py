@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 import zarr
@@ -178,12 +179,23 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-CHUNKS = ["posterior/scale/c/0/1", "posterior/net.slope/c/0/1/0/0", "sample_stats/diverging/c/0/1"]
+SCALE, SLOPE, DIVERGING = (
+    "posterior/scale/c/0/1",
+    "posterior/net.slope/c/0/1/0/0",
+    "sample_stats/diverging/c/0/1",
+)
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize(
-    ("damage", "what"), [(flip, "can't be read"), (cut, "can't"), (empty, "can't"), (Path.unlink, "lost")]
+    ("chunk", "damage", "what"),
+    [
+        (SCALE, flip, "can't be read"),
+        (DIVERGING, flip, "can't be read"),
+        (SLOPE, cut, "can't be read"),
+        (SCALE, empty, "can't be read"),
+        (SLOPE, Path.unlink, "are lost"),
+        (DIVERGING, Path.unlink, "are lost"),  # in which all values are the fill value
+    ],
 )
 def test_damaged_chunks_are_named(
     chunk: str, damage: Callable[[Path], None], what: str, tmp_path: Path
@@ -328,6 +340,19 @@ def test_a_place_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(PermissionError, match=r"the store .*run can't be created \(Permission denied\)"):
         sampler.run(X, Y)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"), [(["draw"], "site 'draw' would .* dim of draws"), (["a/b", "a.b"], "is site 'a/b'")]
+)
+def test_sites_that_share_a_variable_are_refused(names: list[str], message: str, tmp_path: Path) -> None:
+    def model(x: torch.Tensor, y: torch.Tensor) -> None:
+        for name in names:
+            pyro.sample(name, dist.Normal(0.0, 1.0))
+
+    with pytest.raises(ValueError, match=message):
+        run(kernel(model=model), store=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_site_without_values(tmp_path: Path) -> None:
