@@ -144,7 +144,7 @@ class Run:
 
     def _drawn(self) -> Draws:
         if self.num_samples == 0:
-            raise RuntimeError(f"there are no draws in {self.path} yet; open it again when there are")
+            raise ValueError(f"there are no draws in {self.path} yet; open it again when there are")
         return self._draws
 
     @property

@@ -114,7 +114,7 @@ def test_before_the_first_draw(tmp_path: Path) -> None:
     crashed(tmp_path / "run", kernel(), 2)
     seen = open_run(tmp_path / "run")
     assert (seen.num_samples, seen.total) == (0, 9)
-    with pytest.raises(RuntimeError, match=r"no draws in .*run yet"):
+    with pytest.raises(ValueError, match=r"no draws in .*run yet"):
         seen.get_samples()
     with pytest.raises(ValueError, match=r"no draws in .*run yet"):
         from_pyro(seen)
