@@ -13,6 +13,7 @@ from pyro_sym.export import allocation_probabilities, dataset, from_pyro, from_p
 from pyro_sym.infer.autoguide import AutoSymmetrized, AutoSymmetrizedNormal, SymmetryGain
 from pyro_sym.infer.elbo import RecordedELBO
 from pyro_sym.infer.kernels import BAOA, SGHMC, SGLD, SGNHT, LeimkuhlerMatthews
+from pyro_sym.infer.open_run import Run, open_run
 from pyro_sym.infer.potential import Potential
 from pyro_sym.infer.preconditioners import Diagonal, PerSite, RMSprop
 from pyro_sym.infer.schedules import Constant, Cyclical, Polynomial
@@ -60,6 +61,7 @@ __all__ = [
     "Product",
     "RMSprop",
     "RecordedELBO",
+    "Run",
     "SignFlip",
     "StochasticGradientKernel",
     "Symmetry",
@@ -80,5 +82,6 @@ __all__ = [
     "kinetic_band",
     "log_likelihood",
     "normalise_scales",
+    "open_run",
     "symmetry_of",
 ]

@@ -275,6 +275,7 @@ class Program:
         nesting = [-f.dim for s in _samples(trace) for f in s["cond_indep_stack"] if f.vectorized]
         self.max_plate_nesting: int = max(nesting, default=0)
         self.plates = subsampled_plates(trace)
+        self.params = tuple(trace.param_nodes)
         latents = [
             s
             for s in _samples(trace)

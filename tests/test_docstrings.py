@@ -37,6 +37,7 @@ WITHOUT_EXAMPLE = {
     "Alignment",
     "DivergenceError",
     "NoDensityError",
+    "Run",
     "StochasticGradientKernel",
     "Symmetry",
     "SymmetryError",

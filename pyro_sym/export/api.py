@@ -92,8 +92,9 @@ def from_pyro(
 
     Args:
         mcmc: a :class:`pyro.infer.MCMC` that has been run, with any kernel; a
-            :class:`~pyro_sym.VectorizedMCMC`; or a dict of draws by site, each of shape
-            ``(num_chains, num_samples, *shape)``.
+            :class:`~pyro_sym.VectorizedMCMC`; the path of a store, or :func:`~pyro_sym.open_run` of it, also
+            while it is being written (pass ``model`` and ``args`` too, which it doesn't hold); or a dict of
+            draws by site, each of shape ``(num_chains, num_samples, *shape)``.
         symmetry: what to align modulo; by default nothing is aligned.
         args: positional arguments of the model; by default those of ``mcmc.run``.
         kwargs: keyword arguments of the model; by default those of ``mcmc.run``.

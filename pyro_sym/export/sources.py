@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from pyro_sym.export.settings import run_settings
 from pyro_sym.export.sites import latents, unseen
 from pyro_sym.infer.autoguide import AutoSymmetrized
 from pyro_sym.infer.minibatch import Loader
+from pyro_sym.infer.open_run import Run, open_run
 from pyro_sym.program import in_subsampled_plate
 
 __all__ = ["Fit", "from_draws", "from_guide", "from_mcmc"]
@@ -86,7 +88,9 @@ def from_mcmc(
     args: tuple[Any, ...] | None,
     kwargs: Mapping[str, Any] | None,
 ) -> Fit:
-    """Read a run of Pyro's ``MCMC`` or of :class:`~pyro_sym.VectorizedMCMC`."""
+    """Read a run of Pyro's ``MCMC``, of :class:`~pyro_sym.VectorizedMCMC`, or a stored one."""
+    if isinstance(mcmc, str | os.PathLike | Run):
+        return _from_store(mcmc if isinstance(mcmc, Run) else open_run(mcmc), model, args or (), kwargs or {})
     draws = _mcmc_draws(mcmc)
     kernel = mcmc.kernel
     model = model if model is not None else getattr(kernel, "model", None)
@@ -114,6 +118,19 @@ def from_mcmc(
             for name, transform in kernel.transforms.items()
         }
     return Fit(draws, model, args, kwargs, stats, attrs, batches is None, other_args, coords, dims)
+
+
+def _from_store(
+    run: Run, model: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Fit:
+    """Read a stored run, which knows neither its model nor its data."""
+    if run.num_samples == 0:
+        raise ValueError(f"there are no draws in {run.path} yet; export it again when there are")
+    draws = run.get_samples(group_by_chain=True)
+    stats = _mcmc_stats(run._diagnostics, draws)
+    dims: dict[str, list[str | None]] = {name: [LATENT_SITE] for name in stats if name.startswith("site_")}
+    coords = {LATENT_SITE: run.sites} if dims else {}
+    return Fit(draws, model, args, kwargs, stats, run.attrs, True, coords, dims)
 
 
 def from_guide(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import shutil
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,9 +21,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_sym.infer.chains import Chains
-from pyro_sym.infer.draws import Draws, keep
+from pyro_sym.infer.chains import Chains, Divergence
+from pyro_sym.infer.draws import keep
+from pyro_sym.infer.identity import Identity
 from pyro_sym.infer.recorder import Recorder
+from pyro_sym.infer.settings import kernel_settings
+from pyro_sym.infer.stored import (
+    FORMAT,
+    GROUPS,
+    METADATA,
+    StoredArrays,
+    StoredDraws,
+    import_zarr,
+    local_path,
+    read_metadata,
+)
 
 __all__ = ["DrawsOnDisk", "Store", "block_of_draws", "random_state", "set_random_state"]
 
@@ -30,7 +44,6 @@ BLOCK_BYTES, NUM_BLOCKS = 2**26, 20
 # What a reader of one number has to read with it.
 CHUNK_BYTES = 2**22
 
-FORMAT = 1
 RECORD, LOCK = "state.pt", "lock"
 
 
@@ -52,22 +65,26 @@ class Store:
     have the size of the whole run from the start: ``xarray.open_datatree(path, engine="zarr")`` opens it at
     any time, and draws to come are NaN. The attribute ``draws`` of its root says how many draws there are.
 
-    Chunks are blocks of draws, written before the record, which is replaced in one go: a run that dies leaves
-    the record of the last whole block, and writes what came after it again.
+    Chunks are blocks of draws, each with a checksum, written before the record, which is replaced in one go:
+    a run that dies leaves the record of the last whole block, and writes what came after it again.
 
     Args:
-        path: the directory.
+        path: the directory; a path or a ``file://`` URL.
+
+    Attributes:
+        arrays: what can be read of it, once it was opened.
 
     Raises:
         ImportError: if Zarr is not installed.
         FileExistsError: if there is something else at ``path``.
+        ValueError: if ``path`` is a URL of something that is no local disk.
     """
 
+    arrays: StoredArrays
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._zarr = _zarr()
-        self._arrays: dict[str, Any] = {}
-        self._block = 0
+        self.path = local_path(path)
+        self._zarr = import_zarr()
         self._lock: Any = None
         if self.path.exists() and not (self.path / RECORD).is_file():
             raise FileExistsError(
@@ -80,25 +97,46 @@ class Store:
 
     def record(self) -> dict[str, Any]:
         """What was last committed."""
-        record: dict[str, Any] = torch.load(self.path / RECORD, map_location="cpu", weights_only=True)
-        if record["format"] != FORMAT:
+        path = self.path / RECORD
+        try:
+            with zipfile.ZipFile(path) as file:
+                if (broken := file.testzip()) is not None:  # torch compares no checksums
+                    raise zipfile.BadZipFile(f"the checksum of {broken!r} is another")
+            record: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+            version = record["format"]
+        except OSError:
+            raise
+        except Exception as error:  # whatever zipfile, pickle and torch make of a file that was cut short
             raise ValueError(
-                f"{self.path} has format {record['format']!r}, this version of pyro_sym reads {FORMAT}; "
-                "resume the run with the version that began it"
+                f"the run in {self.path} can't be resumed: its record {RECORD} is damaged ({error}). Its "
+                "draws can be read with pyro_sym.open_run(path)"
+            ) from error
+        if version != FORMAT:
+            raise ValueError(
+                f"{self.path} has format {version!r}, this version of pyro_sym goes on with {FORMAT}; resume "
+                "the run with the version that began it, or read its draws with pyro_sym.open_run(path)"
             )
         return record
 
     def lock(self) -> None:
-        """Keep other processes from writing."""
+        """Keep other processes from writing.
+
+        Raises:
+            BlockingIOError: if another process is writing.
+            OSError: if the file of the lock can't be written.
+        """
         try:
             import fcntl
         except ImportError:  # Windows
             return
-        self._lock = (self.path / LOCK).open("w")
+        with self._room():
+            self._lock = (self.path / LOCK).open("w")
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however it ends
         except OSError as error:
             self.close()
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise OSError(error.errno, f"{self.path} can't be locked ({error.strerror})") from error
             raise BlockingIOError(
                 error.errno, f"another process is writing to {self.path}; wait for it, or end it first"
             ) from error
@@ -117,100 +155,115 @@ class Store:
         attrs: Mapping[str, Any],
     ) -> None:
         """Make the store, whole or not at all."""
-        new = self.path.with_name(f".{self.path.name}.new")
-        shutil.rmtree(new, ignore_errors=True)  # of a run that died just here
-        new.parent.mkdir(parents=True, exist_ok=True)
-        root = self._zarr.create_group(new, attributes=dict(attrs))
-        groups = {name: root.create_group(name) for name in ("posterior", "sample_stats")}
-        for name, group in groups.items():
-            shape = next(variable.shape for variable in variables if variable.group == name)
-            for dim, size in zip(("chain", "draw"), shape[:2], strict=True):
-                group.create_array(dim, data=np.arange(size), dimension_names=(dim,), compressors=None)
-        for variable in variables:
-            groups[variable.group].create_array(
-                variable.name,
-                shape=variable.shape,
-                chunks=_chunks(variable, block),
-                dtype=variable.dtype,
-                fill_value=False if variable.dtype == bool else math.nan,
-                dimension_names=variable.dims,
-                compressors=None,  # the digits of draws are noise
-            )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Zarr's format 3 has no consolidated metadata on paper yet
-            self._zarr.consolidate_metadata(new)
-        _save(record, new / RECORD)
-        new.rename(self.path)
+        from zarr.codecs import Crc32cCodec
 
-    def open(self, block: int) -> None:
-        """Get ready to write blocks of so many draws, and to read."""
-        self._block = block
-        root = self._zarr.open_group(self.path, mode="r+")
-        self._arrays = {
-            f"{group}/{name}": array
-            for group in ("posterior", "sample_stats")
-            for name, array in root[group].arrays()
-        }
+        new = self.path.with_name(f".{self.path.name}.new")
+        with self._room("created"):
+            shutil.rmtree(new, ignore_errors=True)  # of a run that died just here
+            new.parent.mkdir(parents=True, exist_ok=True)
+            root = self._zarr.create_group(new, attributes={"format": FORMAT, **attrs})
+            groups = {name: root.create_group(name) for name in GROUPS}
+            for name, group in groups.items():
+                shape = next(variable.shape for variable in variables if variable.group == name)
+                for dim, size in zip(("chain", "draw"), shape[:2], strict=True):
+                    group.create_array(dim, data=np.arange(size), dimension_names=(dim,), compressors=None)
+            for variable in variables:
+                groups[variable.group].create_array(
+                    variable.name,
+                    shape=variable.shape,
+                    chunks=_chunks(variable, block),
+                    dtype=variable.dtype,
+                    fill_value=False if variable.dtype == bool else math.nan,
+                    dimension_names=variable.dims,
+                    compressors=Crc32cCodec(),  # nothing is compressed: the digits of draws are noise
+                )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Zarr's format 3 has no consolidated metadata on paper yet
+                self._zarr.consolidate_metadata(new)
+            _save(record, new / RECORD)
+            new.rename(self.path)
+
+    def open(self) -> None:
+        """Get ready to write, and to read."""
+        self.arrays = StoredArrays(self.path, writable=True)
+
+    def extend(self, num_samples: int) -> None:
+        """Make room for more draws.
+
+        Arrays get their new shape one by one. The metadata of the root, from which readers have the shapes,
+        are replaced at last and in one go.
+
+        Args:
+            num_samples: how many draws of each chain there are to be.
+        """
+        with self._room():
+            metadata = read_metadata(self.path)
+            for name, shown in metadata["consolidated_metadata"]["metadata"].items():
+                group, _, variable = name.rpartition("/")
+                if group not in GROUPS or variable == "chain":
+                    continue
+                shown["shape"][0 if variable == "draw" else 1] = num_samples
+                path = self.path / name / METADATA
+                with _replacing(path) as new:
+                    new.write_text(json.dumps(json.loads(path.read_text()) | {"shape": shown["shape"]}))
+                if variable == "draw":
+                    array = self._zarr.open_array(self.path / name, mode="r+", zarr_format=3)
+                    array[:] = np.arange(num_samples)
+            with _replacing(self.path / METADATA) as new:
+                new.write_text(json.dumps(metadata, indent=2))
+        self.open()
 
     def write(self, start: int, values: Mapping[str, Tensor]) -> None:
         """Write a block of draws, each value of shape ``(C, draws, ...)``."""
         with self._room():
             for path, value in values.items():
-                self._arrays[path][:, start : start + value.shape[1]] = _to_numpy(value)
-            chunk = f"c/0/{start // self._block}"
+                self.arrays[path][:, start : start + value.shape[1]] = _to_numpy(value)
+            chunk = f"c/0/{start // self.arrays.block}"
             files = [file for path in values for file in _files(self.path / path / chunk)]
-            _sync([*files, *{file.parent for file in files}])
+            folders = {file.parent for file in files}
+            _sync([*files, *folders])
 
     def commit(self, record: dict[str, Any]) -> None:
         """Make what was written, and the state after it, the place to go on from."""
         with self._room():
             _save(record, self.path / RECORD)
 
-    def note(self, draws: int, sampling_time: float) -> None:
-        """Tell readers how many draws there are."""
-        path = self.path / "zarr.json"
+    def note(self, draws: int, sampling_time: float, diverged: Mapping[int, Divergence]) -> None:
+        """Tell readers how many draws there are, and which chains have ended."""
+        ended = {str(chain): astuple(divergence) for chain, divergence in diverged.items()}
         with self._room():
-            metadata = json.loads(path.read_text())
-            metadata["attributes"] |= {"draws": draws, "sampling_time": sampling_time}
-            with _replacing(path) as new:
+            metadata = read_metadata(self.path)
+            metadata["attributes"] |= {"draws": draws, "sampling_time": sampling_time, "diverged": ended}
+            with _replacing(self.path / METADATA) as new:
                 new.write_text(json.dumps(metadata, indent=2))
 
-    def read(self, path: str, draws: int) -> Tensor:
-        """The first draws of an array, of shape ``(C, draws, ...)``."""
-        return torch.from_numpy(np.asarray(self._arrays[path][:, :draws]))
-
-    @property
-    def statistics(self) -> list[str]:
-        """Names of the statistics."""
-        paths = (path.split("/", 1) for path in self._arrays)
-        return [name for group, name in paths if group == "sample_stats" and name not in ("chain", "draw")]
-
     @contextmanager
-    def _room(self) -> Iterator[None]:
-        """Say what to do where the disk has none."""
+    def _room(self, what: str = "written") -> Iterator[None]:
+        """Name the store, and say what to do where the disk refuses."""
         try:
             yield
         except OSError as error:
-            message = (
-                f"the store {self.path} can't be written ({error.strerror}). It can be read up to its last "
-                "block; see to the disk, and run again with resume=True"
-            )
+            cure = "See to the disk and to the folder above it, or pass another path"
+            if what == "written":
+                cure = "It can be read up to its last block; see to the disk, and run again with resume=True"
+            message = f"the store {self.path} can't be {what} ({error.strerror}). {cure}"
             raise OSError(error.errno, message) from error
 
 
-class DrawsOnDisk(Draws):
+class DrawsOnDisk(StoredDraws):
     """Draws that are written to a store, a block at a time.
 
     Args:
         store: a directory; if there is a run in it, the chains are set to where that has come to.
         chains: the chains that draw, just started.
-        num_samples: how many draws each.
-        block: how many draws to write at once.
-        fingerprint: what tells this run from others.
+        num_samples: how many draws each; more than the store was made for extend it.
+        block: how many draws to write at once, in a store that is made anew.
+        identity: what the run was started with.
         start: torch's random state before the chains were started.
+        record: the record of the store, if there is a run in it.
 
     Raises:
-        ValueError: if the store is one of another run.
+        ValueError: if the store is one of another run, or was made for more draws.
     """
 
     def __init__(
@@ -219,30 +272,39 @@ class DrawsOnDisk(Draws):
         chains: Chains,
         num_samples: int,
         block: int,
-        fingerprint: Mapping[str, str],
+        identity: Identity,
         start: Mapping[str, Any],
+        record: Mapping[str, Any] | None = None,
     ) -> None:
         self._store = store
         self._chains = chains
         self._recorder = Recorder(chains)
         self._num_samples = num_samples
+        sites = {name: name.replace("/", ".") for name in chains.potential.shapes}
+        _check_names(sites)
         self._about: dict[str, Any] = {
             "format": FORMAT,
-            "torch": str(torch.__version__),
-            "fingerprint": dict(fingerprint),
+            "identity": identity.record(),
             "start": dict(start),
         }
-        self._sites = {name: name.replace("/", ".") for name in chains.potential.shapes}
+        if record is None:
+            variables = _variables(chains, sites, num_samples)
+            store.create(variables, block, self._record(), _attrs(chains, identity))
+            store.lock()
+            store.open()
+        else:
+            store.open()
+            self._resume(identity, record)
+        super().__init__(store.arrays, sites, chains.position.device)
+        self.done, self.num_draws, self.sampling_time = (
+            (0, 0, 0.0) if record is None else (record[name] for name in ("done", "draws", "sampling_time"))
+        )
+        block = store.arrays.block
         self._positions = chains.position.new_empty(block, *chains.position.shape)
         self._diverging = torch.zeros(block, len(chains.position), dtype=torch.bool)
         self._held = 0
-        if store.exists():
-            self._resume(store.record())
-        else:
-            store.create(_variables(chains, self._sites, num_samples), block, self._record(), self._attrs())
-            store.lock()
-        store.open(block)
-        store.note(self.num_draws, self.sampling_time)
+        identity.warn(store.path)
+        self._note()
 
     def append(self) -> None:
         """Keep the draw where the chains stand."""
@@ -251,30 +313,16 @@ class DrawsOnDisk(Draws):
         self._held += 1
 
     def proceed(self, sampling_time: float) -> None:
-        """Note that a draw is done; after the last one of a block, commit it."""
+        """Note that a draw is done; after the last one of a block, commit it.
+
+        Blocks end where chunks do: the first one after an extension may be short.
+        """
         super().proceed(sampling_time)
-        block = len(self._positions)
-        last = self.num_draws + self._held == self._num_samples
-        if last or self._held == block or (self._held == 0 and self.done % block == 0):
+        draws, block = self.num_draws + self._held, len(self._positions)
+        if draws == self._num_samples or (draws if self._held else self.done) % block == 0:
             self._write()
             self._store.commit(self._record())
-            self._store.note(self.num_draws, self.sampling_time)
-
-    def samples(self) -> Mapping[str, Tensor]:
-        """Constrained values by site, each read when it is asked for."""
-        return _Samples(self._store, self._sites, self.num_draws, self._chains.position.device)
-
-    def statistics(self) -> dict[str, Tensor]:
-        """Statistics, of shape ``(draws, C)`` or ``(draws, C, sites)``."""
-        names = self._store.statistics
-        return {n: self._read(n) for n in names if n != "diverging"}
-
-    def diverging(self) -> Tensor:
-        """Which draws are NaN as their chain had ended, of shape ``(draws, C)``."""
-        return self._read("diverging")
-
-    def _read(self, name: str) -> Tensor:
-        return self._store.read(f"sample_stats/{name}", self.num_draws).transpose(0, 1)
+            self._note()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -283,7 +331,7 @@ class DrawsOnDisk(Draws):
         try:
             if self._held:
                 self._write()
-                self._store.note(self.num_draws, self.sampling_time)
+                self._note()
         finally:
             self._store.close()
 
@@ -300,6 +348,9 @@ class DrawsOnDisk(Draws):
         self._store.write(self.num_draws, block)
         self.num_draws += held
 
+    def _note(self) -> None:
+        self._store.note(self.num_draws, self.sampling_time, self._chains.diverged)
+
     def _record(self) -> dict[str, Any]:
         return {
             **self._about,
@@ -310,48 +361,49 @@ class DrawsOnDisk(Draws):
             "random": random_state(),
         }
 
-    def _resume(self, record: Mapping[str, Any]) -> None:
-        then, now = record["fingerprint"], self._about["fingerprint"]
-        if then != now:
-            names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-            changes = "; ".join(f"{name} was {then.get(name)} and is {now.get(name)}" for name in names)
+    def _resume(self, identity: Identity, record: Mapping[str, Any]) -> None:
+        """Check that this is the run that is stored, before anything is written, and go on with it."""
+        path, stored = self._store.path, self._store.arrays.num_samples
+        if differences := identity.differences(record["identity"]):
             raise ValueError(
-                f"{self._store.path} holds another run: {changes}. Resume it with what it was begun with, or "
-                "pass another path"
+                f"{path} holds another run: {'; '.join(differences)}. Resume it with what it was begun with, "
+                "or pass another path"
             )
-        if record["torch"] != str(torch.__version__):
-            warnings.warn(
-                f"the run in {self._store.path} was begun with torch {record['torch']} and goes on with "
-                f"{torch.__version__}, which may round otherwise",
-                stacklevel=4,
+        if self._num_samples < stored:
+            raise ValueError(
+                f"num_samples is {self._num_samples}, and the run in {path} is one of {stored} draws; pass "
+                f"at least {stored}, or read what there is with pyro_sym.open_run(path)"
             )
-        self.done, self.num_draws = record["done"], record["draws"]
-        self.sampling_time = record["sampling_time"]
+        identity.warn_of_versions(record["identity"], path)
+        if self._num_samples > stored:
+            self._store.extend(self._num_samples)
+        self._about = {name: record[name] for name in self._about}
         self._chains.load_state_dict(record["chains"])
         set_random_state(record["random"])
 
-    def _attrs(self) -> dict[str, Any]:
-        return {
-            "inference_library": "pyro",
-            "kernel": type(self._chains.kernel).__name__,
-            "latent_site": list(self._sites),
-        }
+
+def _check_names(sites: Mapping[str, str]) -> None:
+    """Refuse sites that would share a variable."""
+    taken = {"chain": "the dim of chains", "draw": "the dim of draws"}
+    for site, variable in sites.items():
+        if variable in taken:
+            raise ValueError(
+                f"site {site!r} would be stored as {variable!r}, which is {taken[variable]}; rename the site"
+            )
+        taken[variable] = f"site {site!r}"
 
 
-class _Samples(Mapping[str, Tensor]):
-    """Draws by site, read from a store when they are asked for."""
-
-    def __init__(self, store: Store, sites: Mapping[str, str], draws: int, device: torch.device) -> None:
-        self._store, self._sites, self._draws, self._device = store, sites, draws, device
-
-    def __getitem__(self, site: str) -> Tensor:
-        return self._store.read(f"posterior/{self._sites[site]}", self._draws).to(self._device)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sites)
-
-    def __len__(self) -> int:
-        return len(self._sites)
+def _attrs(chains: Chains, identity: Identity) -> dict[str, Any]:
+    """What the store says of the run, for readers."""
+    potential = chains.potential
+    return {
+        "inference_library": "pyro",
+        "kernel": type(chains.kernel).__name__,
+        "latent_site": list(potential.shapes),
+        "unconstrained_sizes": dict(potential.sizes),
+        "kernel_settings": kernel_settings(chains.kernel),
+        "run": {name: int(identity.words[name]) for name in ("num_chains", "warmup_steps", "thinning")},
+    }
 
 
 def block_of_draws(chains: Chains, num_samples: int) -> int:
@@ -400,7 +452,7 @@ def _chunks(variable: Variable, block: int) -> tuple[int, ...]:
     chunk = [1] * len(event)
     size = chains * block * variable.dtype.itemsize
     for axis in reversed(range(len(event))):
-        chunk[axis] = min(event[axis], max(1, CHUNK_BYTES // size))
+        chunk[axis] = max(1, min(event[axis], CHUNK_BYTES // size))
         size *= chunk[axis]
     return (chains, block, *chunk)
 
@@ -411,13 +463,17 @@ def _to_numpy(values: Tensor) -> np.ndarray[Any, Any]:
 
 
 def _save(record: dict[str, Any], path: Path) -> None:
+    checks = torch.serialization.get_crc32_options()
     with _replacing(path) as new, new.open("wb") as file:
+        torch.serialization.set_crc32_options(True)  # a reader compares the checksums
         try:
             torch.save(record, file)
         except RuntimeError as error:  # torch hides what the file had to say
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
+        finally:
+            torch.serialization.set_crc32_options(checks)
 
 
 @contextmanager
@@ -450,13 +506,3 @@ def _sync(paths: list[Path]) -> None:
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(one, paths))
-
-
-def _zarr() -> Any:
-    try:
-        import zarr
-    except ImportError as error:
-        raise ImportError(
-            "a store of draws needs Zarr, which is not installed: pip install 'pyro-sym[store]'"
-        ) from error
-    return zarr

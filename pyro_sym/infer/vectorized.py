@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_sym.infer.chains import Chains, Divergence
 from pyro_sym.infer.draws import Draws, DrawsInMemory
-from pyro_sym.infer.fingerprint import describe
+from pyro_sym.infer.identity import start_identified
 from pyro_sym.infer.kernels import BAOA, SGHMC
 from pyro_sym.infer.skeleton import Options, StochasticGradientKernel
 from pyro_sym.infer.store import DrawsOnDisk, Store, block_of_draws, random_state, set_random_state
@@ -44,14 +44,17 @@ class VectorizedMCMC:
             ``"mask"`` the chain: its draws from there on are NaN, ``diverged`` says where and why, and the
             others go on.
         disable_progbar: whether to show no progress bar.
-        store: a directory to write draws and statistics to, a block at a time, instead of keeping them in
-            memory (:class:`~pyro_sym.infer.store.Store`). It can be opened while the run goes on:
-            ``xarray.open_datatree(store, engine="zarr")``.
+        store: a local directory to write draws and statistics to, a block at a time, instead of keeping them
+            in memory (:class:`~pyro_sym.infer.store.Store`). :func:`~pyro_sym.open_run` reads it, also while
+            the run goes on.
         resume: whether to go on from the last block of a run in ``store``, to the very bits that it would
-            have come to; without one there a run is begun, and a finished one is only read. It has to be the
-            same run: model and data, kernel, and numbers of draws and chains. Seed and starting values don't
-            matter any more. Batches have to depend on torch's random state alone
-            (:class:`~pyro_sym.infer.minibatch.Loader`), and ``torch.get_num_threads()`` to be what it was.
+            have come to. Without a run there, one is begun. With a larger ``num_samples`` a run is extended,
+            a finished one too: draws, momenta and learnt masses go on without a new warm-up. A finished run
+            is only read. It has to be the same run: model and data
+            (:func:`~pyro_sym.infer.fingerprint.fingerprint` says how they are compared), kernel, warm-up and
+            number of chains. Seed and starting values don't matter any more. Batches have to depend on
+            torch's random state alone (:class:`~pyro_sym.infer.minibatch.Loader`), and
+            ``torch.get_num_threads()`` to be what it was.
         store_every: draws a block, of which a crash may cost one; by default 1/20 of the run, and at most
             64 MB.
 
@@ -98,6 +101,7 @@ class VectorizedMCMC:
                 f"kernel is {kernel!r}; VectorizedMCMC runs pyro_sym's stochastic-gradient kernels. Others "
                 "run in pyro.infer.MCMC"
             )
+        self._warmup_given = warmup_steps is not None
         warmup_steps = num_samples if warmup_steps is None else warmup_steps
         thinning = kernel.thinning if thinning is None else thinning
         for name, value, least in (
@@ -179,47 +183,32 @@ class VectorizedMCMC:
 
     def _start_with(self, store: Store) -> tuple[Chains, Draws]:
         """Start the chains, or start them once more as they were started, and set them to where they were."""
+        record = None
         if store.exists():
             if not self.resume:
                 raise FileExistsError(
                     f"{store.path} holds a run already; pass resume=True to go on with it, or another path"
                 )
             store.lock()
-            set_random_state(store.record()["start"])
+            record = store.record()
+            if not self._warmup_given:
+                self.warmup_steps = int(record["identity"]["words"]["warmup_steps"])
+            set_random_state(record["start"])
         start = random_state()
-        chains = self._start()
+        numbers = {name: getattr(self, name) for name in ("warmup_steps", "num_chains", "thinning")}
+        settings: dict[str, Any] = {"on_divergence": self.on_divergence, "store_every": self.store_every}
+        settings |= {"kernel": type(self.kernel).__name__, **numbers}
+        chains, identity = start_identified(self._start, self._roots(), settings)
         block = self.store_every or block_of_draws(chains, self.num_samples)
-        return chains, DrawsOnDisk(store, chains, self.num_samples, block, self._fingerprint(chains), start)
+        return chains, DrawsOnDisk(store, chains, self.num_samples, block, identity, start, record)
 
-    def _fingerprint(self, chains: Chains) -> dict[str, str]:
-        """What makes this run the one it is."""
-        kernel, sites = self.kernel, chains.potential.program.latents
-        shapes = {
-            name: (value.dtype, tuple(value.shape)) for name, site in sites.items() for value in [site.value]
-        }
-        own = {name: value for name, value in vars(kernel).items() if not name.startswith("_")}
+    def _roots(self) -> dict[str, Any]:
+        """What the run depends on, by name: model, data and options of the kernel."""
+        own = {name: value for name, value in vars(self.kernel).items() if not name.startswith("_")}
         for name in ("model", "transforms", "init_strategy", "thinning"):
-            del own[name]
-        return {
-            "the model": describe(kernel.model, leave_out=sites),
-            "its data": describe((self._args, self._kwargs)),
-            "its sites": ", ".join(
-                f"{n} {dtype} {shape} {sites[n].support}" for n, (dtype, shape) in shapes.items()
-            ),
-            "the kernel": type(kernel).__name__,
-            **{name: describe(value) for name, value in own.items()},
-            **{
-                name: repr(getattr(self, name))
-                for name in (
-                    "num_samples",
-                    "warmup_steps",
-                    "num_chains",
-                    "thinning",
-                    "on_divergence",
-                    "store_every",
-                )
-            },
-        }
+            own.pop(name, None)
+        kwargs = {f"kwargs[{name!r}]": self._kwargs[name] for name in sorted(self._kwargs)}
+        return {"model": self.kernel.model, "args": self._args, **kwargs, **own}
 
     @property
     def sampling_time(self) -> float:

@@ -31,6 +31,7 @@ from pyro_sym.infer.minibatch import Loader, PlateRows
 from pyro_sym.infer.preconditioners import PerSite, RMSprop
 from pyro_sym.infer.schedules import Cyclical
 from pyro_sym.infer.skeleton import StochasticGradientKernel
+from pyro_sym.infer.stored import StoredArrays
 from pyro_sym.infer.vectorized import VectorizedMCMC
 from tests.infer.store_runs import results
 
@@ -391,13 +392,13 @@ def test_arviz_has_the_same_draws_from_the_run_and_from_the_store(tmp_path: Path
 
 def test_sites_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = run(kernel(), store=tmp_path / "run")
-    read, paths = store.Store.read, []
+    read, paths = StoredArrays.read, []
 
     def reading(self: Any, path: str, draws: int) -> Tensor:
         paths.append(path)
         return read(self, path, draws)
 
-    monkeypatch.setattr(store.Store, "read", reading)
+    monkeypatch.setattr(StoredArrays, "read", reading)
     draws = sampler._drawn().samples()
     assert list(draws) == ["net/slope", "scale"] and paths == []
     assert draws["scale"].shape == (2, 9) and paths == ["posterior/scale"]
@@ -448,16 +449,16 @@ def wider_model(x: Tensor, y: Tensor) -> None:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (lambda: kernel(model=another_model), {}, "the model was regression .* and is another_model"),
+        (lambda: kernel(model=another_model), {}, "model was regression when .* and is another_model"),
         (lambda: kernel(model=wider_model), {}, r"its sites was .*\(2, 3\).* and is .*\(2, 4\)"),
-        (lambda: kernel(SGHMC), {}, "the kernel was BAOA and is SGHMC"),
-        (lambda: kernel(step_size=0.02), {}, "step_size was 0.01 and is 0.02"),
-        (lambda: kernel(friction=2.0), {}, "friction was 1.0 and is 2.0"),
-        (lambda: kernel(jit="auto"), {}, "jit was 'eager' and is 'auto'"),
-        (kernel, {"num_samples": 10}, "num_samples was 9 and is 10"),
-        (kernel, {"num_chains": 3}, "num_chains was 2 and is 3"),
-        (kernel, {"thinning": 1}, "thinning was 2 and is 1"),
-        (kernel, {"store_every": 4}, "store_every was 3 and is 4"),
+        (lambda: kernel(SGHMC), {}, "kernel was 'BAOA' when it was started and is 'SGHMC' now"),
+        (lambda: kernel(step_size=0.02), {}, "step_size was 0.01 when it was started and is 0.02 now"),
+        (lambda: kernel(friction=2.0), {}, "friction was 1.0 when it was started and is 2.0"),
+        (lambda: kernel(jit="auto"), {}, "jit was 'eager' when it was started and is 'auto'"),
+        (kernel, {"num_chains": 3}, "num_chains was 2 when it was started and is 3"),
+        (kernel, {"thinning": 1}, "thinning was 2 when it was started and is 1"),
+        (kernel, {"warmup_steps": 4}, "warmup_steps was 5 when it was started and is 4"),
+        (kernel, {"store_every": 4}, "store_every was 3 when it was started and is 4"),
     ],
 )
 def test_another_run_is_refused(
@@ -473,7 +474,7 @@ def test_another_run_is_refused(
 
 def test_other_data_are_refused(tmp_path: Path) -> None:
     crashed(tmp_path / "run", kernel(), 10)
-    with pytest.raises(ValueError, match=r"its data was tuple .* and is tuple"):
+    with pytest.raises(ValueError, match=r"args\[1\] was float64 tensor .* and is float64 tensor"):
         mcmc(kernel(), store=tmp_path / "run", resume=True).run(X, Y + 1)
 
 
@@ -520,14 +521,30 @@ def test_two_processes_do_not_write_to_one_store(tmp_path: Path) -> None:
     run(kernel(), store=tmp_path / "run", resume=True)
 
 
-def test_another_torch_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "more"), [("torch", ""), ("pyro", ""), ("python", "code has changed can't")]
+)
+def test_other_versions_are_warned_of(name: str, more: str, tmp_path: Path) -> None:
     crashed(tmp_path / "run", kernel(), 10)
     record = torch.load(tmp_path / "run" / "state.pt")
-    torch.save({**record, "torch": "2.0"}, tmp_path / "run" / "state.pt")
-    with pytest.warns(UserWarning, match=r"begun with torch 2.0 and goes on with"):
+    record["identity"]["versions"][name] = "2.0"
+    torch.save(record, tmp_path / "run" / "state.pt")
+    with pytest.warns(UserWarning, match=rf"begun with {name} 2.0 and goes on with.*{more}"):
         run(kernel(), store=tmp_path / "run", resume=True)
+    if name == "python":  # whose byte code is another, but not the values that it works on
+        record["identity"]["words"]["model: code"] = "code of another version"
+        torch.save(record, tmp_path / "run" / "state.pt")
+        with pytest.warns(UserWarning, match="begun with python"):
+            run(kernel(), store=tmp_path / "run", resume=True)
+        with pytest.raises(ValueError, match=r"step_size was 0\.01"):
+            run(kernel(step_size=0.02), store=tmp_path / "run", resume=True)
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    crashed(tmp_path / "run", kernel(), 10)
+    record = torch.load(tmp_path / "run" / "state.pt")
     torch.save({**record, "format": 99}, tmp_path / "run" / "state.pt")
-    with pytest.raises(ValueError, match="has format 99, this version of pyro_sym reads 1"):
+    with pytest.raises(ValueError, match="has format 99, this version of pyro_sym goes on with 2"):
         run(kernel(), store=tmp_path / "run", resume=True)
 
 
