@@ -74,7 +74,8 @@ def test_one_step_is_the_formula() -> None:
     close(draw_momentum(xi, temperature=temperature, inverse_mass=G), (temperature / G).sqrt() * xi)
 
 
-def test_one_step_of_the_thermostat_is_the_formula() -> None:
+@pytest.mark.parametrize("inertia", [None, 3.0])
+def test_one_step_of_the_thermostat_is_the_formula(inertia: float | None) -> None:
     h, friction, temperature = 0.3, 0.7, 0.4
     theta, m, gradient, xi = normal(4, 2, 5)
     G = normal(5, seed=1).exp()
@@ -93,12 +94,52 @@ def test_one_step_of_the_thermostat_is_the_formula() -> None:
         friction=friction,
         temperature=temperature,
         inverse_mass=G,
+        thermal_inertia=inertia,
         groups=(2, 3),
     )
     close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-14)
     close(momentum, m_new)
     close(position, theta + h * G * m_new)
-    close(thermostat, zeta + h * (means - temperature))
+    mu = temperature * (20 * h) ** 2 if inertia is None else inertia
+    close(thermostat, zeta + h / mu * (means - temperature))
+
+
+def test_a_step_of_the_thermostat_is_the_same_in_all_units() -> None:
+    """Lengths, energies and times in other units: the default inertia goes along, a number does not."""
+    theta, m, slope, xi = normal(4, 3, 5)
+    zeta = normal(3, 1, seed=2)
+    length, heat = 1e-3, 7.0  # of a narrow posterior at another temperature; unit mass, so time goes along
+    time = length / math.sqrt(heat)
+    options: dict[str, Any] = {"step_size": 0.2, "friction": 0.7, "temperature": 0.4}
+    scaled = {"step_size": 0.2 * time, "friction": 0.7 / time, "temperature": 0.4 * heat}
+
+    def difference(inertia: float | None) -> float:
+        one = sgnht(theta, m, zeta, slope, xi, thermal_inertia=inertia, **options)
+        other = sgnht(
+            theta * length,
+            m * math.sqrt(heat),
+            zeta / time,
+            slope * heat / length,
+            xi,
+            thermal_inertia=inertia,
+            **scaled,
+        )
+        units = (length, math.sqrt(heat), 1 / time)
+        return max(float((a - b / unit).abs().max()) for a, b, unit in zip(one, other, units, strict=True))
+
+    assert difference(None) < 1e-13
+    assert difference(1.0) > 0.01, "a number for the inertia is right in one unit only"
+
+
+def test_a_thermostat_is_bounded_where_a_step_forgets_the_momentum() -> None:
+    far = 1e6 * normal(2, 5)
+    for friction, bound in ((0.5, 10.0), (15.0, 15.0)):
+        options: dict[str, Any] = {"step_size": 0.1, "friction": friction, "temperature": 1.0}
+        zeta = torch.full((2, 1), friction, dtype=torch.float64)
+        _, m, zeta = sgnht(far, torch.zeros_like(far), zeta, far, torch.zeros_like(far), **options)
+        assert (zeta == bound).all()
+        _, m, _ = sgnht(far, m, zeta, torch.zeros_like(far), torch.zeros_like(far), **options)
+        assert bound > 10 or (m == 0).all()
 
 
 def test_one_thermostat_a_chain_is_one_group() -> None:
@@ -410,12 +451,20 @@ def test_zero_temperature_is_bitwise_free_of_noise(name: str, temperature: float
         assert torch.equal(quiet, loud)
 
 
-def test_the_thermostat_only_grows_at_zero_temperature() -> None:
-    theta, m, zeta = normal(4), normal(4, seed=1), torch.zeros(1, dtype=torch.float64)
-    for _ in range(50):
-        before = zeta
-        theta, m, zeta = sgnht(theta, m, zeta, theta, normal(4), step_size=0.1, friction=1.0, temperature=0.0)
-        assert zeta > before
+@pytest.mark.parametrize("temperature", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
+def test_the_thermostat_at_zero_temperature_is_gradient_descent(temperature: float | Tensor) -> None:
+    theta, m, zeta = normal(4), torch.zeros(4, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    expected = theta
+    for _ in range(5):
+        theta, m, zeta = sgnht(
+            theta, m, zeta, theta, normal(4), step_size=0.125, friction=1.0, temperature=temperature
+        )
+        expected = expected - 0.125**2 * expected
+        torch.testing.assert_close(theta, expected, rtol=0, atol=1e-15)
+    at_rest = torch.zeros_like(theta)  # nothing moves, and 0 / 0 is no number
+    options = {"step_size": 0.125, "friction": 1.0, "temperature": temperature}
+    for value in sgnht(at_rest, at_rest, torch.ones(1), at_rest, at_rest, **options):
+        assert value.isfinite().all()
 
 
 class Network:
