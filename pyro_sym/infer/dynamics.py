@@ -36,6 +36,7 @@ __all__ = [
     "baoa_from_sgd",
     "check_noise_estimate",
     "draw_momentum",
+    "momentum_within_kick",
     "sghmc",
     "sghmc_from_sgd",
     "sgld",
@@ -405,7 +406,7 @@ def sgnht(
     )
     # m <- (1 - zeta h) m - h grad U(theta) + sqrt(2 gamma h T / G) xi
     before = momentum
-    damping = 1 - step_size * _spread_over(thermostat, sizes)
+    damping = 1 - step_size * over_groups(thermostat, sizes)
     momentum = _plus(_plus(damping * momentum, -step_size, gradient), spread, noise)
     # theta <- theta + h G m
     position = _plus(position, step_size * inverse_mass, momentum)
@@ -437,6 +438,66 @@ def draw_momentum(noise: Tensor, *, temperature: Scalar, inverse_mass: Scalar = 
         tensor([ 2., -2.])
     """
     return _sqrt(temperature / inverse_mass) * noise
+
+
+def momentum_within_kick(
+    momentum: Tensor,
+    gradient: Tensor,
+    *,
+    step_size: Scalar,
+    damping: Scalar,
+    friction: Scalar,
+    temperature: Scalar,
+    inverse_mass: Scalar = 1.0,
+    noise_estimate: Scalar = 0.0,
+) -> Tensor:
+    r"""What shows the temperature of :func:`sghmc` and :func:`sgnht`: the momentum half way through a kick.
+
+    The momentum that a step ends with is no thermometer: on a Gaussian of curvature :math:`\lambda`, :math:`x
+    = h^2 G \lambda`, its variance is :math:`(T / G) \, 4 / (4 - 2 \gamma h - x)`, while the positions are
+    right but for :math:`O(h^2)`. The kick of the step to come takes it half way to
+
+    .. math::
+
+        \bar m = (1 - \tfrac12 \zeta h) m - \tfrac{h}{2} \nabla U(\theta) + \tfrac12 \sigma \xi, \qquad
+        \operatorname{Var} \bar m = T / G
+
+    exactly, at every stable step size, with the variance :math:`\sigma^2 = 2 \gamma h T / G - h^2 \hat B` of
+    the injected noise. Without that noise, and divided by the root of the share that is left,
+
+    .. math::
+
+        \tilde m = \frac{(1 - \tfrac12 \zeta h) m - \tfrac{h}{2} \nabla U(\theta)}
+        {\sqrt{1 - \sigma^2 G / 4 T}} \sim N(0, T / G).
+
+    Gradient noise of variance :math:`V` raises its variance by :math:`h V / (2 \gamma (1 - \tfrac12 \gamma
+    h))` for :func:`sghmc`, and leaves it alone for :func:`sgnht`.
+
+    Args:
+        momentum: :math:`m` after a step, of shape ``(*batch, d)``.
+        gradient: :math:`\nabla U` at the position after the step, of the same shape.
+        step_size: :math:`h`.
+        damping: :math:`\zeta`, broadcastable to the momentum: the friction of :func:`sghmc`, the thermostat
+            of :func:`sgnht`.
+        friction: :math:`\gamma`, for which noise is injected.
+        temperature: :math:`T`; at 0 nothing is divided by.
+        inverse_mass: :math:`G`, broadcastable to the momentum.
+        noise_estimate: :math:`\hat B`.
+
+    Returns:
+        :math:`\tilde m`, of the shape of ``momentum``.
+
+    Example:
+        >>> m, gradient = torch.tensor([1.0]), torch.tensor([0.5])
+        >>> momentum_within_kick(m, gradient, step_size=0.5, damping=1.0, friction=1.0, temperature=1.0)
+        tensor([0.7217])
+    """
+    # m <- ((1 - zeta h / 2) m - h / 2 grad U) / sqrt(1 - sigma^2 G / (4 T))
+    half = step_size / 2
+    variance = _sghmc_variance(step_size, friction, temperature, inverse_mass, noise_estimate)
+    cold = _at_least(temperature, 1e-30)
+    left = 1 - variance * inverse_mass / (4 * cold)
+    return ((1 - half * damping) * momentum - half * gradient) / _sqrt(left)
 
 
 def sgld_from_sgd(lr: float, num_data: int) -> float:
@@ -635,8 +696,8 @@ def _mean_over(values: Tensor, sizes: Sequence[int]) -> Tensor:
     return torch.stack([group.mean(-1) for group in values.split(list(sizes), -1)], -1)
 
 
-def _spread_over(values: Tensor, sizes: Sequence[int]) -> Tensor:
-    """A value a group, repeated over the group's coordinates."""
+def over_groups(values: Tensor, sizes: Sequence[int]) -> Tensor:
+    """A value a group, of shape ``(*batch, groups)``, repeated over the group's coordinates."""
     each = values.split(1, -1)
     return torch.cat([v.expand(*v.shape[:-1], n) for v, n in zip(each, sizes, strict=True)], -1)
 

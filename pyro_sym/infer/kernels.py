@@ -298,6 +298,27 @@ class SGHMC(_Underdamped):
             noise_estimate=self.noise_estimate,
         )
 
+    def thermal_momentum(
+        self,
+        state: State,
+        gradient: Tensor,
+        *,
+        step_size: Factor,
+        temperature: Factor,
+        inverse_mass: Factor,
+    ) -> Tensor:
+        """:func:`~pyro_sym.infer.dynamics.momentum_within_kick`."""
+        return dynamics.momentum_within_kick(
+            state[1],
+            gradient,
+            step_size=step_size,
+            damping=self.friction,
+            friction=self.friction,
+            temperature=temperature,
+            inverse_mass=inverse_mass,
+            noise_estimate=self.noise_estimate,
+        )
+
 
 class BAOA(_Underdamped):
     r"""Underdamped Langevin dynamics by the BAOA splitting; its cold limit is SGD with momentum.
@@ -491,4 +512,25 @@ class SGNHT(StochasticGradientKernel):
             inverse_mass=inverse_mass,
             thermal_inertia=self.thermal_inertia,
             groups=self._groups,
+        )
+
+    def thermal_momentum(
+        self,
+        state: State,
+        gradient: Tensor,
+        *,
+        step_size: Factor,
+        temperature: Factor,
+        inverse_mass: Factor,
+    ) -> Tensor:
+        """:func:`~pyro_sym.infer.dynamics.momentum_within_kick`, damped by the thermostats."""
+        _, momentum, thermostat = state
+        return dynamics.momentum_within_kick(
+            momentum,
+            gradient,
+            step_size=step_size,
+            damping=dynamics.over_groups(thermostat, self._groups or [momentum.shape[-1]]),
+            friction=self.friction,
+            temperature=temperature,
+            inverse_mass=inverse_mass,
         )

@@ -189,6 +189,32 @@ class StochasticGradientKernel(MCMCKernel):
         """
         return position, dynamics.draw_momentum(noise, temperature=temperature, inverse_mass=inverse_mass)
 
+    def thermal_momentum(
+        self,
+        state: State,
+        gradient: Tensor,
+        *,
+        step_size: Factor,
+        temperature: Factor,
+        inverse_mass: Factor,
+    ) -> Tensor:
+        r"""Momenta that are :math:`N(0, T M)` at a draw: what the kinetic temperature is measured on.
+
+        They are those of the state unless a dynamics discretises otherwise. It is called on many draws at
+        once, whose dims come first.
+
+        Args:
+            state: of the draw, each part of shape ``(*batch, ·)``.
+            gradient: of the potential energy at the positions, of shape ``(*batch, d)``.
+            step_size: of the last step, broadcastable to the positions.
+            temperature: of the last step, broadcastable to the positions.
+            inverse_mass: :math:`G`, broadcastable to the positions.
+
+        Returns:
+            Momenta of shape ``(*batch, d)``.
+        """
+        return state[1]
+
     @property
     def initial_params(self) -> Mapping[str, Tensor] | None:
         """Unconstrained values by site that the chain starts from."""

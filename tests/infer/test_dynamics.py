@@ -19,6 +19,7 @@ from pyro_sym.infer.dynamics import (
     baoa_from_sgd,
     check_noise_estimate,
     draw_momentum,
+    momentum_within_kick,
     sghmc,
     sghmc_from_sgd,
     sgld,
@@ -346,6 +347,41 @@ def test_half_way_through_its_kick_the_momentum_has_the_temperature() -> None:
     expected = T + h * V / (2 * friction)
     assert half_way.item() == pytest.approx(expected, rel=1e-12)
     assert covariance[1, 1].item() > 1.2 * expected
+
+
+@pytest.mark.parametrize("noise_estimate", [0.0, 0.3])
+@pytest.mark.parametrize(("lam", "h", "friction"), [(1.7, 0.5, 0.8), (1.0, 1.2, 0.5), (4.0, 0.1, 9.0)])
+def test_the_momentum_within_a_kick_has_the_temperature(
+    lam: float, h: float, friction: float, noise_estimate: float
+) -> None:
+    """On the law of the chain, exactly, whatever step size, friction and noise."""
+    T = 0.5
+    options = {"step_size": h, "friction": friction, "temperature": T, "noise_estimate": noise_estimate}
+    covariance = stationary(
+        *affine(sghmc, lam, h, friction, T, noise_estimate, noise_estimate=noise_estimate)
+    )
+    m, slope = independent(covariance, lam, noise_estimate)
+    shown = momentum_within_kick(m, slope, damping=friction, **options)
+    assert float(shown.square().sum()) == pytest.approx(T, rel=1e-12)
+    # what a step ends with has not, which was read as heat
+    assert float(m.square().sum()) > 1.04 * T
+
+
+def independent(covariance: Tensor, lam: float, V: float) -> tuple[Tensor, Tensor]:
+    """Momentum and noisy gradient at a draw, as coefficients of three independent standard normals."""
+    law = torch.linalg.cholesky(covariance)
+    return torch.cat([law[1], double(0.0)]), torch.cat([lam * law[0], double(math.sqrt(V))])
+
+
+def test_the_momentum_within_a_kick_shows_heat() -> None:
+    lam, h, friction, T, V = 1.7, 0.2, 0.8, 0.5, 3.0
+    m, slope = independent(stationary(*affine(sghmc, lam, h, friction, T, V)), lam, V)
+    options = {"step_size": h, "friction": friction, "damping": friction}
+    shown = momentum_within_kick(m, slope, temperature=T, **options)
+    heat = h * V / (2 * friction * (1 - friction * h / 2))
+    assert float(shown.square().sum()) == pytest.approx(T + heat, rel=1e-12)
+    cold = momentum_within_kick(m, slope, temperature=0.0, **options)
+    torch.testing.assert_close(cold, (1 - friction * h / 2) * m - h / 2 * slope)
 
 
 def test_the_position_moves_with_the_new_momentum() -> None:
