@@ -342,9 +342,9 @@ def sgnht(
 
         \dot \delta = \kappa / \tau^2, \qquad \dot \kappa = -2 \delta - 2 \bar \zeta \kappa,
 
-    so the thermostat settles at the rate :math:`\bar \zeta` if :math:`\bar \zeta \tau < \sqrt 2`, and at about
-    :math:`1 / (\bar \zeta \tau^2)` if the friction is larger. A number for :math:`\mu` therefore is right for
-    posteriors of one scale only: where :math:`N` rows make standard deviations, step size and :math:`1 /
+    so the thermostat settles at the rate :math:`\bar \zeta` if :math:`\bar \zeta \tau < \sqrt 2`, and at
+    about :math:`1 / (\bar \zeta \tau^2)` if the friction is larger. A number for :math:`\mu` is right
+    for posteriors of one scale only: where :math:`N` rows make standard deviations, step size and :math:`1 /
     \zeta` shrink as :math:`1 / \sqrt N`, :math:`\mu = 1` needs about :math:`10 N` steps. The default
 
     .. math::
@@ -352,8 +352,8 @@ def sgnht(
         \mu = T \, (20 h)^2
 
     is :math:`\tau = 20` steps in any units: the friction per step :math:`\zeta h` then changes by
-    :math:`\kappa / 400` a step, settles within :math:`400 \zeta h` steps or :math:`1 / \zeta h`, whichever is more, and
-    fluctuates by :math:`1 / (20 \sqrt d)`.
+    :math:`\kappa / 400` a step, settles within the larger of :math:`400 \zeta h` and :math:`1 / \zeta h`
+    steps, and fluctuates by :math:`1 / (20 \sqrt d)`.
 
     **Its bound.** At :math:`\zeta h = 1` a step forgets the momentum; more friction would turn it round. A
     chain that starts far from its target is slowed down to gradient descent, and no further. Gradient noise

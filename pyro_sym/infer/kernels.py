@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_sym.infer import dynamics
 from pyro_sym.infer.chains import State
+from pyro_sym.infer.schedules import relaxation_share
 from pyro_sym.infer.skeleton import Factor, Options, Schedule, StochasticGradientKernel
 
 __all__ = ["BAOA", "SGHMC", "SGLD", "SGNHT", "LeimkuhlerMatthews"]
@@ -201,6 +202,11 @@ class _Underdamped(StochasticGradientKernel):
             )
         self.friction = friction
         self.noise_estimate = noise_estimate
+
+    def relaxation(self, step_size: float) -> float:
+        """By friction (:func:`~pyro_sym.infer.schedules.relaxation_share`), or as the schedule has it."""
+        own = super().relaxation(step_size)
+        return own if own < math.inf else relaxation_share(self.friction, step_size)
 
     @classmethod
     def from_sgd(
@@ -479,6 +485,12 @@ class SGNHT(StochasticGradientKernel):
         self.thermal_inertia = thermal_inertia
         self.thermostats = thermostats
         self._groups: list[int] | None = None
+
+    def relaxation(self, step_size: float) -> float:
+        """As for the other kernels with friction, but in eight times the steps of a thermostat at least."""
+        own = super().relaxation(step_size)
+        steps = 1 / (8 * dynamics.INERTIA_STEPS)
+        return own if own < math.inf else min(steps, relaxation_share(self.friction, step_size))
 
     def initial_state(
         self, position: Tensor, noise: Tensor, temperature: float, inverse_mass: Factor, sizes: list[int]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ class Recorder:
     def __init__(self, chains: Chains) -> None:
         self._chains = chains
         self._pending: list[list[Tensor]] = []
-        self._settings: list[tuple[float, float]] = []
+        self._settings: list[tuple[float, float, bool]] = []
         self._blocks: dict[str, list[Tensor]] = {}
 
     def append(self) -> None:
@@ -33,7 +35,7 @@ class Recorder:
         mass = chains.inverse_mass
         masses = [] if mass is None else [mass.expand_as(chains.position)]
         self._pending.append([chains.energy, chains.gradient, *masses, *chains.state])
-        self._settings.append((chains.step_size, chains.temperature))
+        self._settings.append((chains.step_size, chains.temperature, chains.relaxed >= 1))
         draws = len(self._pending)
         full = draws >= self.BLOCK_DRAWS or draws * chains.position.numel() >= self.BLOCK_NUMEL
         if full or len(groups(*chains.position.shape)) > 1:  # whose tensors are written over by the next step
@@ -54,13 +56,15 @@ class Recorder:
             return
         energy, *parts = (_stack(several) for several in zip(*self._pending, strict=True))
         energy = energy.to(torch.float64, copy=True)  # the next step may write over it
-        step_size, temperature = torch.tensor(self._settings, dtype=torch.float64).T
+        step_size, temperature, relaxed = torch.tensor(self._settings, dtype=torch.float64).T
         settings = {
             "step_size": step_size.unsqueeze(-1).expand_as(energy),  # (draws, C)
             "temperature": temperature.unsqueeze(-1).expand_as(energy),
         }
         block = self._thermometers(parts, settings)
         block |= {"lp": -energy, "potential_energy": energy, "energy": energy, **settings}
+        on_the_way = (relaxed == 0).unsqueeze(-1)  # from temperature 0: they have no temperature yet
+        block["temperature"] = settings["temperature"].masked_fill(on_the_way, math.nan)
         if "kinetic_temperature" in block:
             block["energy"] = energy + block["kinetic_temperature"] * self._chains.potential.size / 2
         for name, values in block.items():
