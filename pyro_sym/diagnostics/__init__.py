@@ -1,8 +1,9 @@
-"""Diagnostics that know of symmetries: a report of a run, distances, kernel Stein discrepancy, two plots.
+"""Diagnostics that know of symmetries: a report, distances, temperatures, Stein discrepancy, two plots.
 
 ArviZ, pandas and matplotlib (of the extra ``plots``) are imported when they are first needed.
 """
 
+from pyro_sym.diagnostics.directions import directional_temperatures
 from pyro_sym.diagnostics.distance import distance_to_copy, distance_to_mode
 from pyro_sym.diagnostics.plots import plot_orbit, plot_temperatures
 from pyro_sym.diagnostics.report import Report, report
@@ -12,6 +13,7 @@ from pyro_sym.diagnostics.stein import SteinDiscrepancy, kernel_stein_discrepanc
 __all__ = [
     "Report",
     "SteinDiscrepancy",
+    "directional_temperatures",
     "distance_to_copy",
     "distance_to_mode",
     "kernel_stein_discrepancy",

@@ -31,6 +31,7 @@ TITLES = {
     "distance": "Distance to the nearest equivalent mode",
     "gain": "Gain of symmetrising the guide, in nats",
     "discrepancy": "Kernel Stein discrepancy, squared",
+    "directions": "Temperatures along principal directions of the draws, relative to the target's",
 }
 
 
@@ -53,6 +54,7 @@ class Report:
         gain: a :class:`~pyro_sym.SymmetryGain` as a row.
         discrepancy: a :class:`SteinDiscrepancy` as a row.
         notes: what was left out, and what the figures can't say here.
+        directions: what :func:`directional_temperatures` returned.
     """
 
     convergence: pd.DataFrame
@@ -63,6 +65,7 @@ class Report:
     gain: pd.DataFrame | None
     discrepancy: pd.DataFrame | None
     notes: tuple[str, ...] = ()
+    directions: pd.DataFrame | None = None
 
     @property
     def tables(self) -> dict[str, pd.DataFrame]:
@@ -91,6 +94,7 @@ def report(
     mode: Mapping[str, Tensor] | None = None,
     gain: SymmetryGain | None = None,
     discrepancy: SteinDiscrepancy | None = None,
+    directions: pd.DataFrame | None = None,
 ) -> Report:
     r"""Put side by side what there is to say of an exported run.
 
@@ -98,14 +102,15 @@ def report(
       mode have a large raw R-hat, and R-hats of aligned draws and of functions near 1: they differ in their
       labels only. If those are large too, the chains disagree. And a raw R-hat near 1 may mean that all
       chains switch labels alike; then means and standard deviations of raw draws are of no one thing.
-    * **Temperatures**, for this package's kernels: the kinetic one in the :math:`\chi^2` band of
-      :func:`~pyro_sym.kinetic_band`, of as many draws as the chain is worth; the configurational one within
-      normal bounds around the target. See :mod:`pyro_sym.infer.temperature` for what each can see. Of a
-      hundred sites one falls outside of its band of 99 % by chance.
+    * **Temperatures**, for this package's kernels: means over draws, with bands around the target from the
+      spread of batch means (:func:`~pyro_sym.diagnostics.temperatures.mean_band`), which need four chains, or
+      long ones; without them a band is missing. See :mod:`pyro_sym.infer.temperature` for what each can see.
+      Of a hundred sites one falls outside of its band of 99 % by chance.
     * **Labels**: how often draws were moved, and how sure that was.
     * **Distance**, with a symmetry, from the draws to the nearest copy of the mode, beside the distance of
       the mode to its own nearest copy (:func:`distance_to_mode`, :func:`distance_to_copy`).
-    * **Gain** and **discrepancy**, if they are given.
+    * **Gain**, **discrepancy** and **directions**, if they are given. With :class:`~pyro_sym.SGNHT` look at
+      the directions: its thermostat holds the mean temperature even where directions are wrong.
 
     A coordinate costs milliseconds, and a network has millions: beyond ``max_coordinates`` a fixed random
     subset is looked at, and ``looked_at`` says so. Chains with draws that aren't finite are left out.
@@ -123,6 +128,7 @@ def report(
         mode: the mode, constrained values by site; by default the mean of the aligned draws.
         gain: from :meth:`~pyro_sym.AutoSymmetrized.symmetry_gain`.
         discrepancy: from :func:`kernel_stein_discrepancy`.
+        directions: from :func:`directional_temperatures`.
 
     Returns:
         Tables as ``pandas.DataFrame`` s, and notes.
@@ -159,11 +165,30 @@ def report(
         "distance": None if symmetry is None else _distance(draws, symmetry, mode),
         "gain": _row("gain", gain),
         "discrepancy": _row("discrepancy", discrepancy),
+        "directions": directions,
     }
     notes = list(draws.notes)
     if tables["temperatures"] is not None and target is None:
         notes.append("the kernel's temperature is no constant; pass temperature= to have bands")
+    notes += _notes_on_temperatures(tables["temperatures"], data.attrs.get("kernel"), directions is not None)
     return Report(**tables, notes=tuple(notes))
+
+
+def _notes_on_temperatures(table: pd.DataFrame | None, kernel: str | None, directions: bool) -> list[str]:
+    notes = []
+    if table is not None and "kinetic" in table:
+        above = table["kinetic"] > table["kinetic_high"]
+        if above.any():
+            notes.append(
+                "kinetic temperatures above their band are due to the noise of minibatches, if they go away "
+                "on all rows; otherwise to a step size too large for a target that is no Gaussian: halve it"
+            )
+    if table is not None and kernel == "SGNHT" and not directions:
+        notes.append(
+            "a thermostat holds the mean temperature, even where some directions are too hot and others too "
+            "cold: pass directions=directional_temperatures(…) to see them"
+        )
+    return notes
 
 
 def _distance(draws: Draws, symmetry: Symmetry, mode: Mapping[str, Tensor] | None) -> pd.DataFrame:

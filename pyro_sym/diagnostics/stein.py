@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 __all__ = ["SteinDiscrepancy", "kernel_stein_discrepancy", "stein_kernel"]
 
 SEED = 0x57E1
+
+TURNS, LOST = 0.1, 0.02
+"""Turns of a sign within an autocorrelation time, and the correlation that counts as none."""
 
 
 class SteinDiscrepancy(NamedTuple):
@@ -70,6 +74,7 @@ def kernel_stein_discrepancy(
     scale: Tensor | float | None = None,
     c: float = 1.0,
     beta: float = -0.5,
+    num_chains: int = 1,
     num_bootstraps: int = 500,
     batch_size: int = 512,
 ) -> SteinDiscrepancy:
@@ -95,10 +100,13 @@ def kernel_stein_discrepancy(
     equivalent modes are as good to it as draws from all of them; and a mode that no chain has found is not
     seen at all. Its power falls with the dimension: look at few sites at a time, or at many draws.
 
-    The draws are taken as independent: thin those of a chain to its effective sample size first, or the
-    p-value is too small. It comes from a wild bootstrap: for signs :math:`w_i = \pm 1`,
-    :math:`\frac{1}{n (n - 1)} \sum_{i \ne j} w_i w_j k_p(x_i, x_j)` is distributed as the U-statistic is
-    under :math:`r = p`. The random state is left alone.
+    **Autocorrelated draws** need no thinning. The p-value comes from a wild bootstrap,
+    :math:`\frac{1}{n (n - 1)} \sum_{i \ne j} w_i w_j k_p(x_i, x_j)` with signs :math:`w_i = \pm 1` that turn
+    along a chain with the probability :math:`0.1 / \tau`, where :math:`\tau` is the autocorrelation time that
+    the kernel sees, the mean of :math:`k_p(x_i, x_{i + k})` over that of :math:`k_p(x_i, x_i)` summed over
+    lags. Signs of different chains are independent, and so are those of draws that don't depend on each
+    other. With few effective draws the p-value is seldom small: the test then has little power, but it is
+    not wrong. Thinning costs power, so thin to save time only. The random state is left alone.
 
     Args:
         draws: unconstrained values, of shape ``(n, d)``. :func:`unconstrained_score` makes them, and the
@@ -109,6 +117,8 @@ def kernel_stein_discrepancy(
             separated modes give that of one mode, as their distance would make the kernel wide.
         c: :math:`c`, in units of ``scale``.
         beta: :math:`\beta`, between -1 and 0.
+        num_chains: :math:`C`; the draws are those of so many chains, one chain after the other, each of
+            :math:`n / C` draws in their order.
         num_bootstraps: for the p-value.
         batch_size: how many rows of the :math:`n \times n` matrix are held at once.
 
@@ -116,8 +126,8 @@ def kernel_stein_discrepancy(
         Its square, by U- and V-statistic, with standard error and p-value. Computed in float64.
 
     Raises:
-        ValueError: if shapes disagree, there are fewer than two draws, something is not finite, or an
-            argument is out of range.
+        ValueError: if shapes disagree, there are fewer than two draws, something is not finite, chains have
+            unequal numbers of draws, or an argument is out of range.
 
     Example:
         >>> x = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
@@ -129,7 +139,8 @@ def kernel_stein_discrepancy(
     References:
         Gorham and Mackey (2017), "Measuring sample quality with kernels" (arXiv 1703.01717), for the kernel.
         Liu, Lee and Jordan (2016, arXiv 1602.03253) and Chwialkowski, Strathmann and Gretton (2016, arXiv
-        1602.02964), for U-statistic and bootstrap. Wenliang and Kanagawa (2020, arXiv 2010.07064), for what
+        1602.02964), for U-statistic and bootstrap, with dependent signs in the latter.
+        Wenliang and Kanagawa (2020, arXiv 2010.07064), for what
         scores do not see.
     """
     x, s = _scaled(draws, score, scale)
@@ -138,20 +149,34 @@ def kernel_stein_discrepancy(
     if num_bootstraps < 1 or batch_size < 1:
         raise ValueError(f"num_bootstraps={num_bootstraps} and batch_size={batch_size} must be positive")
     n = len(x)
-    generator = torch.Generator().manual_seed(SEED)
-    signs = (2.0 * torch.randint(2, (n, num_bootstraps), generator=generator) - 1).to(x)
-    diagonal, row_sums, squares, flipped = x.new_zeros(()), [], x.new_zeros(()), x.new_zeros(num_bootstraps)
-    for rows in torch.arange(n, device=x.device).split(batch_size):
-        kernel = stein_kernel(x[rows], s[rows], x, s, c=c, beta=beta)
-        own = (torch.arange(len(rows), device=x.device), rows)
-        diagonal = diagonal + kernel[own].sum()
-        kernel[own] = 0
+    if num_chains < 1 or n % num_chains:
+        raise ValueError(
+            f"num_chains is {num_chains}; the {n} draws have to be of so many chains of one length"
+        )
+
+    def blocks() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Rows of the matrix without its diagonal, and the diagonal."""
+        for rows in torch.arange(n, device=x.device).split(batch_size):
+            kernel = stein_kernel(x[rows], s[rows], x, s, c=c, beta=beta)  # (rows, n)
+            own = (torch.arange(len(rows), device=x.device), rows)
+            diagonal = kernel[own].clone()
+            kernel[own] = 0
+            yield rows, kernel, diagonal
+
+    diagonal, row_sums, squares = x.new_zeros(()), [], x.new_zeros(())
+    lagged = x.new_zeros(n // num_chains)
+    for rows, kernel, own in blocks():
+        diagonal = diagonal + own.sum()
         row_sums.append(kernel.sum(-1))
         squares = squares + kernel.square().sum()
+        lagged = lagged + _lagged(kernel, rows, len(lagged))
+    u = float(torch.cat(row_sums).sum()) / (n * (n - 1))
+    signs = _signs(num_chains, n, num_bootstraps, _time(lagged, num_chains, float(diagonal) / n, u)).to(x)
+    flipped = x.new_zeros(num_bootstraps)
+    for rows, kernel, _ in blocks():
         flipped = flipped + (signs[rows] * (kernel @ signs)).sum(0)
     pairs = n * (n - 1)
     total = torch.cat(row_sums)
-    u = float(total.sum()) / pairs
     # Hoeffding's decomposition: the spread of row means holds 1/n of that of single pairs.
     of_pairs = float(squares) / pairs
     of_rows = max(float((total / (n - 1)).var()) - of_pairs / n, 0.0)
@@ -162,6 +187,36 @@ def kernel_stein_discrepancy(
         p_value=(1 + int((flipped / pairs >= u).sum())) / (1 + num_bootstraps),
         num_draws=n,
     )
+
+
+def _lagged(kernel: Tensor, rows: Tensor, length: int) -> Tensor:
+    """Sums over rows i of the values at (i, i + k), for k from 0, within a chain of so many draws."""
+    lags = torch.arange(length, device=rows.device)
+    later = rows.unsqueeze(-1) + lags  # (rows, length)
+    within = rows.unsqueeze(-1) % length + lags < length
+    return kernel.gather(1, later.clamp(max=kernel.shape[1] - 1)).mul(within).sum(0)
+
+
+def _time(lagged: Tensor, num_chains: int, variance: float, mean: float) -> float:
+    """Autocorrelation time, 1 + 2 Σ ρ, of sums of values by lag; it ends where correlations are lost."""
+    length = len(lagged)
+    numbers = num_chains * (length - torch.arange(length, device=lagged.device))
+    correlation = ((lagged / numbers - mean) / max(variance - mean, 1e-300)).tolist()
+    time = 1.0
+    for rho in correlation[1 : max(2, length // 2)]:
+        if not rho > LOST:
+            break
+        time += 2 * rho
+    return time
+
+
+def _signs(num_chains: int, n: int, num_bootstraps: int, time: float) -> Tensor:
+    """Signs that turn at a rate along a chain, of shape ``(n, num_bootstraps)``."""
+    generator = torch.Generator().manual_seed(SEED)
+    turn = torch.full((n // num_chains, 1), 0.5 if time == 1 else TURNS / time, dtype=torch.float64)
+    turn[0] = 0.5
+    numbers = torch.rand(num_chains, len(turn), num_bootstraps, generator=generator, dtype=torch.float64)
+    return torch.where(numbers < turn, -1.0, 1.0).cumprod(1).flatten(0, 1)
 
 
 def _scaled(draws: Tensor, score: Tensor, scale: Tensor | float | None) -> tuple[Tensor, Tensor]:

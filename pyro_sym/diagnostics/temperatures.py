@@ -6,18 +6,21 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pyro_sym import _arviz
+import numpy as np
+
 from pyro_sym.diagnostics.convergence import LEAST_DRAWS, Draws
-from pyro_sym.infer.temperature import kinetic_band
 
 if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
-__all__ = ["ALL_SITES", "by_site", "temperatures"]
+__all__ = ["ALL_SITES", "by_site", "mean_band", "temperatures"]
 
 ALL_SITES = "all sites"
 KINDS = ("kinetic", "configurational")
+
+BATCH_TIMES, MOST_BATCHES = 5, 30
+ENOUGH_CHAINS, LEAST_BATCHES = 4, 10
 
 
 def by_site(stats: xr.Dataset, kind: str) -> dict[str, xr.DataArray]:
@@ -44,11 +47,7 @@ def by_site(stats: xr.Dataset, kind: str) -> dict[str, xr.DataArray]:
 def temperatures(
     draws: Draws, target: float | None, sizes: Mapping[str, int], probability: float
 ) -> pd.DataFrame | None:
-    r"""Means over draws, with their bands.
-
-    A mean over draws that are worth :math:`n` independent ones is, for the kinetic temperature of :math:`d`
-    values, :math:`T \chi^2_{n d} / (n d)`; for the configurational one it is normal around :math:`T`, with a
-    standard error from the spread of the draws.
+    r"""Means over draws, with their bands, those of :func:`mean_band` around the target.
 
     Args:
         draws: what to look at.
@@ -60,7 +59,6 @@ def temperatures(
         A table by site, or ``None`` if the kernel keeps no temperatures.
     """
     import pandas as pd
-    from scipy.stats import norm
 
     stats = draws.stats()
     series = {} if stats is None else {kind: by_site(stats, kind) for kind in KINDS}
@@ -68,19 +66,13 @@ def temperatures(
     if not sites:
         return None
     goal = math.nan if target is None else target
-    width = float(norm.ppf((1 + probability) / 2))
     table = pd.DataFrame(index=pd.Index(sites, name="site"))
     table["size"] = [sizes.get(site, math.nan) for site in sites]
     table["target"] = goal
     for kind, several in series.items():
         for site, values in several.items():
-            worth = _effective(values)
-            if kind == "kinetic":
-                low, high = _band(goal, sizes.get(site), worth, probability)
-            else:
-                error = float(values.std(ddof=1)) / math.sqrt(worth)
-                low, high = goal - width * error, goal + width * error
-            mean = float(values.mean())
+            mean, width = mean_band(values.transpose("chain", "draw").values, probability)
+            low, high = goal - width, goal + width
             known = math.isfinite(low)
             table.loc[site, [kind, f"{kind}_low", f"{kind}_high"]] = mean, low, high
             table.loc[site, f"{kind}_inside"] = float(low <= mean <= high) if known else math.nan
@@ -91,17 +83,67 @@ def temperatures(
     return table
 
 
-def _band(target: float, size: int | None, worth: float, probability: float) -> tuple[float, float]:
-    """Of the mean kinetic temperature of so many independent draws."""
-    if size is None or not math.isfinite(target * worth):
-        return math.nan, math.nan
-    return kinetic_band(target, max(1, round(size * worth)), probability)
+def mean_band(values: np.ndarray, probability: float) -> tuple[float, float]:
+    r"""The mean of autocorrelated draws, and half the width of the band that their expectation is in.
+
+    Draws of each chain are cut into :math:`b` batches of equal length, whose :math:`k = C b` means
+    :math:`m_i` are about independent and normal: then
+
+    .. math::
+
+        \left| \bar m - \mathbb E \right| \le t_{k - 1} \, \frac{s}{\sqrt k}
+
+    with the probability of the band, by Student's law for their standard deviation :math:`s`. Batches are
+    five autocorrelation times long, or a chain where it is shorter than that. Chains are independent, so four
+    of them will do, however slowly they move, if they have arrived. With fewer chains, whose autocorrelation
+    time is hard to tell, ten batches are asked for.
+
+    Args:
+        values: of shape ``(C, n)``.
+        probability: of the band.
+
+    Returns:
+        The mean and half the width; NaN for the width, if the draws are too few to say.
+
+    References:
+        Geyer 1992, "Practical Markov chain Monte Carlo", for batch means and the autocorrelation time.
+    """
+    from scipy.stats import t
+
+    chains, draws = values.shape
+    mean = float(values.mean())
+    if draws < LEAST_DRAWS or not math.isfinite(mean):
+        return mean, math.nan
+    most = max(1, MOST_BATCHES // chains)
+    batches = max(1, min(int(draws / (BATCH_TIMES * autocorrelation_time(values))), most))
+    least = LEAST_BATCHES if chains < ENOUGH_CHAINS else ENOUGH_CHAINS
+    if chains * batches < least:
+        return mean, math.nan
+    length = draws // batches
+    means = values[:, draws - batches * length :].reshape(chains * batches, length).mean(1)
+    quantile = float(t.ppf((1 + probability) / 2, len(means) - 1))
+    return mean, quantile * float(means.std(ddof=1)) / math.sqrt(len(means))
 
 
-def _effective(values: xr.DataArray) -> float:
-    """How many independent draws a mean is worth; one that doesn't vary has all of them."""
-    if values.sizes["draw"] < LEAST_DRAWS:
-        return math.nan
-    az = _arviz.load()
-    worth = float(az.ess(values.to_dataset(name="value"), method="mean")["value"])
-    return worth if math.isfinite(worth) else float(values.size)
+def autocorrelation_time(values: np.ndarray) -> float:
+    r"""The integrated autocorrelation time of chains, :math:`1 + 2 \sum_k \rho_k`, at least 1.
+
+    The sum ends where two successive terms are negative together. Correlations are about the mean of all
+    chains, so that chains that disagree have a long one.
+
+    Args:
+        values: of shape ``(C, n)``.
+
+    Returns:
+        The time, in draws.
+    """
+    draws = values.shape[1]
+    centred = values - values.mean()
+    spectrum = np.fft.rfft(centred, 2 * draws, axis=1)
+    products = np.fft.irfft((spectrum * spectrum.conj()).mean(0))[:draws]
+    if not products[0] > 0:
+        return 1.0
+    correlation = products / products[0] * draws / np.arange(draws, 0, -1)
+    pairs = correlation[1 : 1 + 2 * ((draws - 1) // 2)].reshape(-1, 2).sum(1)
+    ends = np.flatnonzero(pairs < 0)
+    return max(1.0, 1 + 2 * float(pairs[: ends[0] if len(ends) else None].sum()))

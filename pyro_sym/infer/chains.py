@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -61,6 +62,8 @@ class Chains:
         energy: :math:`U`, of shape ``(C,)``.
         gradient: :math:`\nabla U`, of shape ``(C, d)``.
         diverged: by chain, how it ended.
+        relaxed: how many relaxation times chains have had since the temperature last rose from 0; infinite
+            if it never did. Below 1 the states are not draws of the target yet.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Chains:
         self.step = 0
         self.step_size = math.nan
         self.temperature = kernel.temperature_at(0)
+        self.relaxed = math.inf
         self.diverged: dict[int, Divergence] = {}
         self._gradient_of = gradient
         self._fused = fused
@@ -150,6 +154,7 @@ class Chains:
             "step": self.step,
             "step_size": self.step_size,
             "temperature": self.temperature,
+            "relaxed": self.relaxed,
             "state": list(self.state),
             "energy": self.energy,
             "gradient": self.gradient,
@@ -166,6 +171,7 @@ class Chains:
         self.step, self.step_size, self.temperature = (
             state[name] for name in ("step", "step_size", "temperature")
         )
+        self.relaxed = state.get("relaxed", math.inf)
         self.state = tuple(part.to(device) for part in state["state"])
         self.energy, self.gradient = state["energy"].to(device), state["gradient"].to(device)
         self._tuning = {name: values.to(device) for name, values in state["tuning"].items()}
@@ -194,24 +200,48 @@ class Chains:
         # Blocks of one length, that divides what is asked for: each length is compiled by itself.
         block = math.gcd(steps, block_length(self.position[self._groups[0]].numel()))
         while steps > 0:
-            if self._compiles(warming_up):
+            if self._compiles(warming_up) and not self._warms_within(block):
                 self._take_block(block)
-                steps -= block
             else:
                 with _quiet():
-                    self._take_step(warming_up)
-                steps -= 1
+                    for _ in range(block):
+                        self._take_step(warming_up)
+            steps -= block
 
     def _take_step(self, warming_up: bool) -> None:
         self.step_size = self.kernel.step_size_at(self.step)
-        self.temperature = self.kernel.temperature_at(self.step)
+        self._set_temperature(self.kernel.temperature_at(self.step))
         minibatch = None
         for group in self._groups:
             state = self._moved(self._noise(group), group)
             minibatch = self.source.draw() if minibatch is None else minibatch
             self._arrive(group, state, minibatch.of(group))
         self._tune(warming_up)
+        self._relax(self.step_size)
         self.step += 1
+
+    def _warms_within(self, steps: int) -> bool:
+        """Whether the temperature rises from 0 after the first of these steps, where a block can't stop."""
+        if not callable(self.kernel.temperature):
+            return False
+        _, temperatures = self.kernel.schedule(self.step, steps)
+        return any(was == 0 < now for was, now in itertools.pairwise(temperatures))
+
+    def _set_temperature(self, temperature: float) -> None:
+        """Let the step to come have this temperature.
+
+        Where it rises from 0, momenta and all else that the dynamics carries besides positions are drawn
+        anew: those of an optimiser have no temperature.
+        """
+        was, self.temperature = self.temperature, temperature
+        if was == 0 < temperature:
+            self.relaxed = 0.0
+            if len(self.state) > 1:
+                self.state = self._initial_state(self.position, list(self.potential.sizes.values()))
+
+    def _relax(self, *step_sizes: float) -> None:
+        if self.relaxed < 1:
+            self.relaxed += sum(map(self.kernel.relaxation, step_sizes))
 
     def _moved(self, noise: Tensor, group: slice) -> State:
         return self.kernel.move(
@@ -236,6 +266,7 @@ class Chains:
         """Take steps by compiled code; if something is not finite, again one by one to find what."""
         assert self._fused is not None and isinstance(self.source, PlateRows)
         step_sizes, temperatures = self.kernel.schedule(self.step, steps)
+        self._set_temperature(temperatures[0])
         numbers = self._numbers(step_sizes, temperatures)
         mass = () if self.inverse_mass is None else (self.inverse_mass,)
         rows = None
@@ -256,6 +287,7 @@ class Chains:
             else:
                 self._take_again(group, noise, own, step_sizes, temperatures)
         self.step_size, self.temperature = step_sizes[-1], temperatures[-1]
+        self._relax(*step_sizes)
         self.step += steps
 
     def _take_again(

@@ -36,6 +36,7 @@ __all__ = [
     "baoa_from_sgd",
     "check_noise_estimate",
     "draw_momentum",
+    "momentum_within_kick",
     "sghmc",
     "sghmc_from_sgd",
     "sgld",
@@ -45,6 +46,9 @@ __all__ = [
 
 Scalar = float | Tensor
 """A number, or a tensor without dims."""
+
+INERTIA_STEPS = 20
+"""Steps in which a thermostat reacts, by default."""
 
 
 def sgld(
@@ -306,6 +310,7 @@ def sgnht(
     friction: Scalar,
     temperature: Scalar,
     inverse_mass: Scalar = 1.0,
+    thermal_inertia: Scalar | None = None,
     groups: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""One step of the stochastic-gradient Nosé-Hoover thermostat: friction that adapts to gradient noise.
@@ -314,7 +319,8 @@ def sgnht(
 
         m &\leftarrow (1 - \zeta h) m - h \nabla U(\theta) + \sqrt{2 \gamma h T / G} \, \xi \\
         \theta &\leftarrow \theta + h G m \\
-        \zeta &\leftarrow \zeta + h \left( \overline{G \bar m^2} - T \right)
+        \zeta &\leftarrow \min \left( \zeta + \frac{h}{\mu} \left( \overline{G \bar m^2} - T \right), \;
+        \max(1 / h, \gamma) \right)
 
     with :math:`\bar m` half way between the momenta before and after the first line. The mean runs over the
     coordinates of a thermostat :math:`\zeta`. It settles where the kinetic temperature is :math:`T`, whatever
@@ -327,8 +333,33 @@ def sgnht(
         \operatorname{Var} \theta = \frac{T}{\lambda} \, \frac{2 (2 - \zeta h)}{4 - 2 \zeta h - x}, \qquad
         \zeta = \gamma + \frac{h V G}{2 T}.
 
-    There is no ``torch.optim.SGD`` that it becomes at :math:`T = 0`: there the thermostat only grows, and
-    stops the chain sooner or later.
+    **Thermal inertia.** The target does not depend on :math:`\mu`: in continuous time :math:`\zeta` is normal
+    around its mean, with the variance :math:`T / (\mu d)` for a group of :math:`d` coordinates, and
+    independent of position and momentum. How fast it settles does. With :math:`\tau^2 = \mu / T`, small
+    deviations :math:`\delta = \zeta - \bar \zeta` and :math:`\kappa = \overline{G m^2} / T - 1` obey
+
+    .. math::
+
+        \dot \delta = \kappa / \tau^2, \qquad \dot \kappa = -2 \delta - 2 \bar \zeta \kappa,
+
+    so the thermostat settles at the rate :math:`\bar \zeta` if :math:`\bar \zeta \tau < \sqrt 2`, and at
+    about :math:`1 / (\bar \zeta \tau^2)` if the friction is larger. A number for :math:`\mu` is right
+    for posteriors of one scale only: where :math:`N` rows make standard deviations, step size and :math:`1 /
+    \zeta` shrink as :math:`1 / \sqrt N`, :math:`\mu = 1` needs about :math:`10 N` steps. The default
+
+    .. math::
+
+        \mu = T \, (20 h)^2
+
+    is :math:`\tau = 20` steps in any units: the friction per step :math:`\zeta h` then changes by
+    :math:`\kappa / 400` a step, settles within the larger of :math:`400 \zeta h` and :math:`1 / \zeta h`
+    steps, and fluctuates by :math:`1 / (20 \sqrt d)`.
+
+    **Its bound.** At :math:`\zeta h = 1` a step forgets the momentum; more friction would turn it round. A
+    chain that starts far from its target is slowed down to gradient descent, and no further. Gradient noise
+    beyond :math:`h^2 V G = 2 T (1 - \gamma h)` can't be absorbed by friction, and the chain is too hot.
+    At :math:`T = 0` the thermostat is at its bound from the first step on: the map is ``torch.optim.SGD``
+    without momentum, with the learning rate :math:`h^2`.
 
     Args:
         position: :math:`\theta`, of shape ``(*batch, d)``.
@@ -341,6 +372,8 @@ def sgnht(
         friction: :math:`\gamma \ge 0`, per unit of time: that for which noise is injected.
         temperature: :math:`T \ge 0`; the noise drops out at 0.
         inverse_mass: :math:`G > 0`, broadcastable to ``position``.
+        thermal_inertia: :math:`\mu > 0`, in units of temperature times the square of time; None for :math:`T
+            (20 h)^2`.
         groups: numbers of successive coordinates with a thermostat of their own, that sum to ``d``, for
             instance the sizes of the sites; None for one thermostat.
 
@@ -354,11 +387,12 @@ def sgnht(
         >>> theta, m, xi = torch.tensor([1.0, 1.0]), torch.tensor([1.0, 2.0]), torch.zeros(2)
         >>> zeta = torch.tensor([1.0])
         >>> sgnht(theta, m, zeta, theta, xi, step_size=0.5, friction=1.0, temperature=1.0)
-        (tensor([1.0000, 1.2500]), tensor([0.0000, 0.5000]), tensor([0.9531]))
+        (tensor([1.0000, 1.2500]), tensor([0.0000, 0.5000]), tensor([0.9995]))
 
     References:
-        Ding et al. 2014, "Bayesian sampling using stochastic gradient thermostats". They take the new
-        momentum in the third line, whose mean square is in error by :math:`O(h)`.
+        Ding et al. 2014, "Bayesian sampling using stochastic gradient thermostats", whose thermal inertia
+        :math:`\mu` is 1 in their algorithm. They take the new momentum in the third line, whose mean square
+        is in error by :math:`O(h)`.
     """
     sizes = position.shape[-1:] if groups is None else tuple(groups)
     if sum(sizes) != position.shape[-1] or thermostat.shape[-1] != len(sizes):
@@ -372,13 +406,19 @@ def sgnht(
     )
     # m <- (1 - zeta h) m - h grad U(theta) + sqrt(2 gamma h T / G) xi
     before = momentum
-    damping = 1 - step_size * _spread_over(thermostat, sizes)
+    damping = 1 - step_size * over_groups(thermostat, sizes)
     momentum = _plus(_plus(damping * momentum, -step_size, gradient), spread, noise)
     # theta <- theta + h G m
     position = _plus(position, step_size * inverse_mass, momentum)
-    # zeta <- zeta + h (mean G m^2 - T), m half way through the first line
-    kinetic = inverse_mass * ((before + momentum) / 2) ** 2
-    thermostat = thermostat + step_size * (_mean_over(kinetic, sizes) - temperature)
+    # zeta <- zeta + h / mu (mean G m^2 - T), m half way through the first line
+    excess = _mean_over(inverse_mass * ((before + momentum) / 2) ** 2, sizes) - temperature
+    if thermal_inertia is None:
+        # h / mu = 1 / (20^2 h T); at T = 0 any excess takes the thermostat to its bound
+        change = excess / _at_least(temperature, 1e-30) / (INERTIA_STEPS**2 * step_size)
+    else:
+        change = step_size / thermal_inertia * excess
+    bound = _at_least(1 / step_size, friction)
+    thermostat = (thermostat + change).clamp(max=bound)
     return position, momentum, thermostat
 
 
@@ -398,6 +438,66 @@ def draw_momentum(noise: Tensor, *, temperature: Scalar, inverse_mass: Scalar = 
         tensor([ 2., -2.])
     """
     return _sqrt(temperature / inverse_mass) * noise
+
+
+def momentum_within_kick(
+    momentum: Tensor,
+    gradient: Tensor,
+    *,
+    step_size: Scalar,
+    damping: Scalar,
+    friction: Scalar,
+    temperature: Scalar,
+    inverse_mass: Scalar = 1.0,
+    noise_estimate: Scalar = 0.0,
+) -> Tensor:
+    r"""What shows the temperature of :func:`sghmc` and :func:`sgnht`: the momentum half way through a kick.
+
+    The momentum that a step ends with is no thermometer: on a Gaussian of curvature :math:`\lambda`, :math:`x
+    = h^2 G \lambda`, its variance is :math:`(T / G) \, 4 / (4 - 2 \gamma h - x)`, while the positions are
+    right but for :math:`O(h^2)`. The kick of the step to come takes it half way to
+
+    .. math::
+
+        \bar m = (1 - \tfrac12 \zeta h) m - \tfrac{h}{2} \nabla U(\theta) + \tfrac12 \sigma \xi, \qquad
+        \operatorname{Var} \bar m = T / G
+
+    exactly, at every stable step size, with the variance :math:`\sigma^2 = 2 \gamma h T / G - h^2 \hat B` of
+    the injected noise. Without that noise, and divided by the root of the share that is left,
+
+    .. math::
+
+        \tilde m = \frac{(1 - \tfrac12 \zeta h) m - \tfrac{h}{2} \nabla U(\theta)}
+        {\sqrt{1 - \sigma^2 G / 4 T}} \sim N(0, T / G).
+
+    Gradient noise of variance :math:`V` raises its variance by :math:`h V / (2 \gamma (1 - \tfrac12 \gamma
+    h))` for :func:`sghmc`, and leaves it alone for :func:`sgnht`.
+
+    Args:
+        momentum: :math:`m` after a step, of shape ``(*batch, d)``.
+        gradient: :math:`\nabla U` at the position after the step, of the same shape.
+        step_size: :math:`h`.
+        damping: :math:`\zeta`, broadcastable to the momentum: the friction of :func:`sghmc`, the thermostat
+            of :func:`sgnht`.
+        friction: :math:`\gamma`, for which noise is injected.
+        temperature: :math:`T`; at 0 nothing is divided by.
+        inverse_mass: :math:`G`, broadcastable to the momentum.
+        noise_estimate: :math:`\hat B`.
+
+    Returns:
+        :math:`\tilde m`, of the shape of ``momentum``.
+
+    Example:
+        >>> m, gradient = torch.tensor([1.0]), torch.tensor([0.5])
+        >>> momentum_within_kick(m, gradient, step_size=0.5, damping=1.0, friction=1.0, temperature=1.0)
+        tensor([0.7217])
+    """
+    # m <- ((1 - zeta h / 2) m - h / 2 grad U) / sqrt(1 - sigma^2 G / (4 T))
+    half = step_size / 2
+    variance = _sghmc_variance(step_size, friction, temperature, inverse_mass, noise_estimate)
+    cold = _at_least(temperature, 1e-30)
+    left = 1 - variance * inverse_mass / (4 * cold)
+    return ((1 - half * damping) * momentum - half * gradient) / _sqrt(left)
 
 
 def sgld_from_sgd(lr: float, num_data: int) -> float:
@@ -596,10 +696,17 @@ def _mean_over(values: Tensor, sizes: Sequence[int]) -> Tensor:
     return torch.stack([group.mean(-1) for group in values.split(list(sizes), -1)], -1)
 
 
-def _spread_over(values: Tensor, sizes: Sequence[int]) -> Tensor:
-    """A value a group, repeated over the group's coordinates."""
+def over_groups(values: Tensor, sizes: Sequence[int]) -> Tensor:
+    """A value a group, of shape ``(*batch, groups)``, repeated over the group's coordinates."""
     each = values.split(1, -1)
     return torch.cat([v.expand(*v.shape[:-1], n) for v, n in zip(each, sizes, strict=True)], -1)
+
+
+def _at_least(value: Scalar, least: Scalar) -> Scalar:
+    """The larger of two numbers."""
+    if isinstance(value, Tensor):
+        return value.clamp(min=least)
+    return least.clamp(min=value) if isinstance(least, Tensor) else max(value, least)
 
 
 def _sqrt(value: Scalar) -> Scalar:

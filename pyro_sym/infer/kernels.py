@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_sym.infer import dynamics
 from pyro_sym.infer.chains import State
+from pyro_sym.infer.schedules import relaxation_share
 from pyro_sym.infer.skeleton import Factor, Options, Schedule, StochasticGradientKernel
 
 __all__ = ["BAOA", "SGHMC", "SGLD", "SGNHT", "LeimkuhlerMatthews"]
@@ -202,6 +203,11 @@ class _Underdamped(StochasticGradientKernel):
         self.friction = friction
         self.noise_estimate = noise_estimate
 
+    def relaxation(self, step_size: float) -> float:
+        """By friction (:func:`~pyro_sym.infer.schedules.relaxation_share`), or as the schedule has it."""
+        own = super().relaxation(step_size)
+        return own if own < math.inf else relaxation_share(self.friction, step_size)
+
     @classmethod
     def from_sgd(
         cls,
@@ -292,6 +298,27 @@ class SGHMC(_Underdamped):
             gradient,
             noise,
             step_size=step_size,
+            friction=self.friction,
+            temperature=temperature,
+            inverse_mass=inverse_mass,
+            noise_estimate=self.noise_estimate,
+        )
+
+    def thermal_momentum(
+        self,
+        state: State,
+        gradient: Tensor,
+        *,
+        step_size: Factor,
+        temperature: Factor,
+        inverse_mass: Factor,
+    ) -> Tensor:
+        """:func:`~pyro_sym.infer.dynamics.momentum_within_kick`."""
+        return dynamics.momentum_within_kick(
+            state[1],
+            gradient,
+            step_size=step_size,
+            damping=self.friction,
             friction=self.friction,
             temperature=temperature,
             inverse_mass=inverse_mass,
@@ -392,17 +419,30 @@ class SGNHT(StochasticGradientKernel):
 
         m &\leftarrow (1 - \zeta h) m - h \nabla U(u) + \sqrt{2 \gamma h T M} \, \xi \\
         u &\leftarrow u + h M^{-1} m \\
-        \zeta &\leftarrow \zeta + h \bigl( \overline{M^{-1} \bar m^2} - T \bigr)
+        \zeta &\leftarrow \min \Bigl( \zeta + \frac{h}{\mu} \bigl( \overline{M^{-1} \bar m^2} - T \bigr), \;
+        \max(1 / h, \gamma) \Bigr)
 
-    (:func:`~pyro_sym.infer.dynamics.sgnht`). The thermostat :math:`\zeta`, which starts at :math:`\gamma`,
-    settles where the kinetic temperature is :math:`T`, so that gradient noise that is alike in all
-    coordinates of a thermostat heats the chain no longer. It has no optimiser as its cold limit: at
-    :math:`T = 0` the friction only grows.
+    (:func:`~pyro_sym.infer.dynamics.sgnht`). The thermostat :math:`\zeta` starts at :math:`\gamma` and
+    settles where the kinetic temperature is :math:`T`. It settles in a number of steps that does not depend
+    on the scale of the posterior (:math:`\mu = T (20 h)^2`). At :math:`T = 0` the chain is
+    ``torch.optim.SGD`` without momentum.
+
+    **For which noise it is right.** A thermostat fixes one number, the *mean* kinetic temperature of its
+    coordinates. It is right where :math:`h V / (2 T)`, the friction that the noise asks for, is the same in
+    every direction, or small beside the friction. The noise of minibatches has about the covariance of the
+    curvature: it is alike in all directions where the posterior is about isotropic in the coordinates that
+    the kernel moves in (after a preconditioner), and it is not where coordinates are correlated or have
+    unequal scales. Then stiff directions are too hot, soft ones too cold, and the mean passes
+    (:func:`~pyro_sym.diagnostics.directional_temperatures` shows it). Control variates cut the noise itself,
+    in all directions.
 
     Args:
         model: a Pyro model.
         step_size: :math:`h > 0`; a number, or a function of the step.
         friction: :math:`\gamma \ge 0`, per unit of time: that for which noise is injected.
+        thermal_inertia: :math:`\mu > 0`, in units of temperature times the square of time; by default
+            :math:`T (20 h)^2`, with the step size and temperature of each step. It changes how fast the
+            thermostat settles, not where.
         thermostats: ``"global"`` for one in all, ``"site"`` for one a site. The fewer coordinates one has,
             the more it fluctuates, and with it the stable step size, :math:`h^2 \lambda < 4 - 2 \zeta h`:
             take smaller steps than with :class:`BAOA`, and one a site only where sites are large.
@@ -428,17 +468,29 @@ class SGNHT(StochasticGradientKernel):
         *,
         step_size: Schedule,
         friction: float = 1.0,
+        thermal_inertia: float | None = None,
         thermostats: Literal["global", "site"] = "global",
         **options: Unpack[Options],
     ) -> None:
         super().__init__(model, step_size=step_size, **options)
         if not 0 <= friction < math.inf:
             raise ValueError(f"friction is {friction}; pass a finite number >= 0")
+        if thermal_inertia is not None and not 0 < thermal_inertia < math.inf:
+            raise ValueError(
+                f"thermal_inertia is {thermal_inertia}; pass a finite number > 0, or None for T (20 h)²"
+            )
         if thermostats not in ("site", "global"):
             raise ValueError(f"thermostats is {thermostats!r}; pass 'site' or 'global'")
         self.friction = friction
+        self.thermal_inertia = thermal_inertia
         self.thermostats = thermostats
         self._groups: list[int] | None = None
+
+    def relaxation(self, step_size: float) -> float:
+        """As for the other kernels with friction, but in eight times the steps of a thermostat at least."""
+        own = super().relaxation(step_size)
+        steps = 1 / (8 * dynamics.INERTIA_STEPS)
+        return own if own < math.inf else min(steps, relaxation_share(self.friction, step_size))
 
     def initial_state(
         self, position: Tensor, noise: Tensor, temperature: float, inverse_mass: Factor, sizes: list[int]
@@ -470,5 +522,27 @@ class SGNHT(StochasticGradientKernel):
             friction=self.friction,
             temperature=temperature,
             inverse_mass=inverse_mass,
+            thermal_inertia=self.thermal_inertia,
             groups=self._groups,
+        )
+
+    def thermal_momentum(
+        self,
+        state: State,
+        gradient: Tensor,
+        *,
+        step_size: Factor,
+        temperature: Factor,
+        inverse_mass: Factor,
+    ) -> Tensor:
+        """:func:`~pyro_sym.infer.dynamics.momentum_within_kick`, damped by the thermostats."""
+        _, momentum, thermostat = state
+        return dynamics.momentum_within_kick(
+            momentum,
+            gradient,
+            step_size=step_size,
+            damping=dynamics.over_groups(thermostat, self._groups or [momentum.shape[-1]]),
+            friction=self.friction,
+            temperature=temperature,
+            inverse_mass=inverse_mass,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -24,19 +26,16 @@ class Recorder:
     def __init__(self, chains: Chains) -> None:
         self._chains = chains
         self._pending: list[list[Tensor]] = []
-        self._settings: list[tuple[float, float]] = []
+        self._settings: list[tuple[float, float, bool]] = []
         self._blocks: dict[str, list[Tensor]] = {}
 
     def append(self) -> None:
         """Keep statistics of the draw where the chains stand."""
         chains = self._chains
-        parts = [chains.energy, chains.position, chains.gradient]
-        if chains.momentum is not None:
-            parts.append(chains.momentum)
-            if chains.inverse_mass is not None:
-                parts.append(chains.inverse_mass.expand_as(chains.position))
-        self._pending.append(parts)
-        self._settings.append((chains.step_size, chains.temperature))
+        mass = chains.inverse_mass
+        masses = [] if mass is None else [mass.expand_as(chains.position)]
+        self._pending.append([chains.energy, chains.gradient, *masses, *chains.state])
+        self._settings.append((chains.step_size, chains.temperature, chains.relaxed >= 1))
         draws = len(self._pending)
         full = draws >= self.BLOCK_DRAWS or draws * chains.position.numel() >= self.BLOCK_NUMEL
         if full or len(groups(*chains.position.shape)) > 1:  # whose tensors are written over by the next step
@@ -57,25 +56,40 @@ class Recorder:
             return
         energy, *parts = (_stack(several) for several in zip(*self._pending, strict=True))
         energy = energy.to(torch.float64, copy=True)  # the next step may write over it
-        block = self._thermometers(parts)
-        block |= {"lp": -energy, "potential_energy": energy, "energy": energy}
+        step_size, temperature, relaxed = torch.tensor(self._settings, dtype=torch.float64).T
+        settings = {
+            "step_size": step_size.unsqueeze(-1).expand_as(energy),  # (draws, C)
+            "temperature": temperature.unsqueeze(-1).expand_as(energy),
+        }
+        block = self._thermometers(parts, settings)
+        block |= {"lp": -energy, "potential_energy": energy, "energy": energy, **settings}
+        on_the_way = (relaxed == 0).unsqueeze(-1)  # from temperature 0: they have no temperature yet
+        block["temperature"] = settings["temperature"].masked_fill(on_the_way, math.nan)
         if "kinetic_temperature" in block:
             block["energy"] = energy + block["kinetic_temperature"] * self._chains.potential.size / 2
-        step_size, temperature = torch.tensor(self._settings, dtype=torch.float64).T
-        block["step_size"] = step_size.unsqueeze(-1).expand_as(energy)
-        block["temperature"] = temperature.unsqueeze(-1).expand_as(energy)
         for name, values in block.items():
             self._blocks.setdefault(name, []).append(values)
         self._pending, self._settings = [], []
 
-    def _thermometers(self, parts: list[Tensor]) -> dict[str, Tensor]:
-        sizes = self._chains.potential.sizes
+    def _thermometers(self, parts: list[Tensor], settings: dict[str, Tensor]) -> dict[str, Tensor]:
         if len(groups(*self._chains.position.shape)) == 1:
-            return thermometers(*parts, sizes=sizes)
+            return self._measure(parts, settings)
         each = [
-            thermometers(*chain, sizes=sizes) for chain in zip(*(p.unbind(1) for p in parts), strict=True)
+            self._measure([part[:, chain] for part in parts], {n: s[:, chain] for n, s in settings.items()})
+            for chain in range(parts[0].shape[1])
         ]
         return {name: torch.stack([one[name] for one in each], 1) for name in each[0]}
+
+    def _measure(self, parts: list[Tensor], settings: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Temperatures of draws; parts have their dims, then that of the coordinates."""
+        chains = self._chains
+        gradient, *state = parts
+        mass: Tensor | float = 1.0 if chains.inverse_mass is None else state.pop(0)
+        momentum = None
+        if chains.kernel.has_momentum:
+            numbers = {name: value.to(gradient).unsqueeze(-1) for name, value in settings.items()}
+            momentum = chains.kernel.thermal_momentum(tuple(state), gradient, **numbers, inverse_mass=mass)
+        return thermometers(state[0], gradient, momentum, mass, sizes=chains.potential.sizes)
 
 
 def _stack(tensors: tuple[Tensor, ...]) -> Tensor:

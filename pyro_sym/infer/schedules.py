@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyro_sym.infer.skeleton import StochasticGradientKernel
 
 __all__ = ["Constant", "Cyclical", "Polynomial"]
 
@@ -102,11 +107,26 @@ class Cyclical:
         T & \text{otherwise (sampling)} \end{cases}
 
     with the sampling fraction :math:`f`. Exploration is an optimiser with warm restarts, that looks for
-    another mode; states are kept in sampling only (:meth:`keeps`). Cycles weight modes by how often the
-    optimiser finds them, not by their posterior mass.
+    another mode. Cycles weight modes by how often the optimiser finds them, not by their posterior mass.
+
+    **What to keep.** A sampling phase starts where the optimiser stopped, with no spread at all, and states
+    are draws only after it has been found again. Kernels draw momenta anew at the onset. From there on, with
+    friction :math:`\gamma`, the variance of a coordinate of standard deviation :math:`\sigma` is too small,
+    relatively, by
+
+    .. math::
+
+        \left( 1 + \tfrac12 \gamma t \right)^2 e^{-\gamma t} \text{ at } \sigma = 2 / \gamma, \qquad
+        \text{at most about } e^{-\gamma t} \text{ for smaller } \sigma,
+
+    which is 0.8 % after the relaxation time :math:`\gamma t = 8`. Coordinates wider than :math:`2 / \gamma`
+    take longer, :math:`4 \gamma \sigma^2` in place of :math:`8 / \gamma`: choose the friction for the widest,
+    or pass ``relaxation``.
 
     Give a kernel the two methods, ``step_size=cycle.step_size, temperature=cycle.temperature``. Among draws
-    that were recorded anyway, those to keep have a positive ``temperature`` in the statistics of the run.
+    that were recorded anyway, those to keep have a positive ``temperature`` in the statistics of the run: it
+    is 0 in exploration and NaN in the relaxation, which the kernel computes from its friction and the step
+    sizes. :meth:`keeps` tells the same beforehand. A kernel warns if a sampling phase is too short for it.
 
     Args:
         peak: :math:`h_{\max}`, the step size at the start of each cycle.
@@ -115,19 +135,21 @@ class Cyclical:
             for a temperature that is always on.
         sampling_temperature: :math:`T`, positive.
         floor: :math:`h_{\min}`, at most ``peak``. At 0 the steps are smallest in sampling, and so is the
-            bias, but successive draws are most alike.
+            bias, but successive draws are most alike, and a phase may be too short to relax in.
+        relaxation: number of steps at the start of sampling whose states are not kept; by default what a
+            kernel's friction asks for. Kernels without friction can't tell: give it for them.
 
     Raises:
         ValueError: if an argument is out of range.
 
     Example:
-        >>> cycle = Cyclical(peak=0.1, period=10, sampling_fraction=0.3)
-        >>> [round(cycle.step_size(step), 3) for step in (0, 5, 9, 10)]
-        [0.1, 0.05, 0.002, 0.1]
-        >>> [cycle.temperature(step) for step in (0, 6, 7, 9, 10)]
+        >>> cycle = Cyclical(peak=0.2, period=1000, sampling_fraction=0.5, floor=0.1)
+        >>> [round(cycle.step_size(step), 3) for step in (0, 500, 999, 1000)]
+        [0.2, 0.15, 0.1, 0.2]
+        >>> [cycle.temperature(step) for step in (0, 499, 500, 999, 1000)]
         [0.0, 0.0, 1.0, 1.0, 0.0]
-        >>> [step for step in range(20) if cycle.keeps(step)]
-        [7, 8, 9, 17, 18, 19]
+        >>> [cycle.keeps(step, friction=2.0) for step in (0, 500, 526, 527, 999)]
+        [False, False, False, True, True]
 
     References:
         Zhang et al. 2020, "Cyclical stochastic gradient MCMC for Bayesian deep learning" (arXiv 1902.03932).
@@ -138,6 +160,7 @@ class Cyclical:
     sampling_fraction: float = 0.2
     sampling_temperature: float = 1.0
     floor: float = 0.0
+    relaxation: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("peak", "sampling_temperature"):
@@ -157,6 +180,14 @@ class Cyclical:
             )
         if not 0 <= self.floor <= self.peak:
             raise ValueError(f"floor is {self.floor}; pass a step size >= 0 and <= peak ({self.peak})")
+        sampling = self.period - self.exploration_steps
+        if self.relaxation is not None and (
+            type(self.relaxation) is not int or not 0 <= self.relaxation < sampling
+        ):
+            raise ValueError(
+                f"relaxation is {self.relaxation!r}; it counts steps of the {sampling} that sample, so pass "
+                "an integer >= 0 and less than that, or raise period or sampling_fraction"
+            )
 
     @property
     def exploration_steps(self) -> int:
@@ -171,8 +202,88 @@ class Cyclical:
 
     def temperature(self, step: int) -> float:
         """Return the temperature at a step, 0 in exploration; a kernel's ``temperature``."""
-        return self.sampling_temperature if self.keeps(step) else 0.0
+        return self.sampling_temperature if self.samples(step) else 0.0
 
-    def keeps(self, step: int) -> bool:
-        """Tell whether the state that a step leaves is a draw, that is, whether the step samples."""
+    def samples(self, step: int) -> bool:
+        """Tell whether a step is one of sampling."""
         return step % self.period >= self.exploration_steps
+
+    def keeps(self, step: int, friction: float | None = None) -> bool:
+        """Tell whether the state that a step leaves is a draw: whether sampling has had time to relax.
+
+        Args:
+            step: counted from 0.
+            friction: of the kernel; not needed if the schedule has a ``relaxation``, or never explores.
+
+        Returns:
+            Whether to keep it.
+
+        Raises:
+            ValueError: if neither is known.
+        """
+        if not self.samples(step):
+            return False
+        if self.exploration_steps == 0:
+            return True
+        since = range(self.exploration_steps, step % self.period + 1)
+        if self.relaxation is not None:
+            return len(since) > self.relaxation
+        if friction is None:
+            raise ValueError(
+                "how long sampling takes to relax depends on the kernel's friction; pass it, or give the "
+                "schedule relaxation=, a number of steps"
+            )
+        return sum(relaxation_share(friction, self.step_size(t)) for t in since) >= 1
+
+
+def relaxation_share(friction: float, step_size: float) -> float:
+    r"""What share of a relaxation time a step is: :math:`\min(\gamma h, 0.4) / 8`.
+
+    A relaxation time is :math:`8 / \gamma` (:class:`Cyclical`), and 20 steps at least, for friction so large
+    that a step forgets the momentum.
+
+    Args:
+        friction: :math:`\gamma`.
+        step_size: :math:`h`.
+
+    Returns:
+        The share.
+
+    Example:
+        >>> relaxation_share(friction=2.0, step_size=0.1)
+        0.025
+    """
+    return min(friction * step_size, 0.4) / 8
+
+
+def cycle_of(schedule: object) -> Cyclical | None:
+    """The cycle that a schedule is a method of, if it is."""
+    owner = getattr(schedule, "__self__", None)
+    return owner if isinstance(owner, Cyclical) else None
+
+
+def warn_of_relaxation(kernel: StochasticGradientKernel) -> None:
+    """Warn if a kernel can't keep a draw of its cycles, or can't know which to keep."""
+    cycle = cycle_of(kernel.temperature)
+    if cycle is None or cycle.exploration_steps == 0 or cycle.relaxation is not None:
+        return
+    name, sampling = type(kernel).__name__, range(cycle.exploration_steps, cycle.period)
+    if kernel.relaxation(kernel.step_size_at(sampling[0])) == math.inf:
+        warnings.warn(
+            f"{name} has no friction, so it is not known how long the sampling phases of {cycle!r} take to "
+            "relax from temperature 0, and all their draws are kept; their first ones are too narrow. Pass "
+            "relaxation=, a number of steps",
+            stacklevel=3,
+        )
+        return
+    relaxed = 0.0
+    for step in sampling:
+        relaxed += kernel.relaxation(kernel.step_size_at(step))
+        if relaxed >= 1:
+            return
+    warnings.warn(
+        f"no draw can be kept: a sampling phase of {cycle!r} has {len(sampling)} steps, which are "
+        f"{relaxed:.2g} of a relaxation time at friction {getattr(kernel, 'friction', 0):g}. Raise period, "
+        "sampling_fraction, floor or friction, or pass relaxation=, a number of steps",
+        stacklevel=3,
+    )

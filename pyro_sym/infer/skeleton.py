@@ -25,6 +25,7 @@ from pyro_sym.infer.minibatch import Loader, PlateRows
 from pyro_sym.infer.potential import Potential
 from pyro_sym.infer.preconditioners import Identity, Preconditioner
 from pyro_sym.infer.recorder import Recorder
+from pyro_sym.infer.schedules import cycle_of, warn_of_relaxation
 
 __all__ = ["Factor", "Options", "Schedule", "StochasticGradientKernel"]
 
@@ -189,6 +190,47 @@ class StochasticGradientKernel(MCMCKernel):
         """
         return position, dynamics.draw_momentum(noise, temperature=temperature, inverse_mass=inverse_mass)
 
+    def relaxation(self, step_size: float) -> float:
+        """What share of a relaxation time a step is, after the temperature rose from 0.
+
+        Args:
+            step_size: of the step.
+
+        Returns:
+            That of a :class:`~pyro_sym.Cyclical` with a ``relaxation`` of its own; infinite, if neither it
+            nor the dynamics has one.
+        """
+        cycle = cycle_of(self.temperature)
+        if cycle is None or cycle.relaxation is None:
+            return math.inf
+        return 1 / (cycle.relaxation + 0.5)  # which the step after so many takes past 1, rounded or not
+
+    def thermal_momentum(
+        self,
+        state: State,
+        gradient: Tensor,
+        *,
+        step_size: Factor,
+        temperature: Factor,
+        inverse_mass: Factor,
+    ) -> Tensor:
+        r"""Momenta that are :math:`N(0, T M)` at a draw: what the kinetic temperature is measured on.
+
+        They are those of the state unless a dynamics discretises otherwise. It is called on many draws at
+        once, whose dims come first.
+
+        Args:
+            state: of the draw, each part of shape ``(*batch, ·)``.
+            gradient: of the potential energy at the positions, of shape ``(*batch, d)``.
+            step_size: of the last step, broadcastable to the positions.
+            temperature: of the last step, broadcastable to the positions.
+            inverse_mass: :math:`G`, broadcastable to the positions.
+
+        Returns:
+            Momenta of shape ``(*batch, d)``.
+        """
+        return state[1]
+
     @property
     def initial_params(self) -> Mapping[str, Tensor] | None:
         """Unconstrained values by site that the chain starts from."""
@@ -237,6 +279,7 @@ class StochasticGradientKernel(MCMCKernel):
             ValueError: if the model can't be sampled, or no point to start from has a finite potential
                 energy.
         """
+        warn_of_relaxation(self)
         source: PlateRows | Loader
         if self.batches is None:
             potential = Potential(self.model, args, kwargs, init_strategy=self.init_strategy)
@@ -379,7 +422,8 @@ class StochasticGradientKernel(MCMCKernel):
         ``kinetic_temperature`` and ``configurational_temperature`` are those of
         :mod:`pyro_sym.infer.temperature`, which says what each can and can't see, overall and (as ``site_…``,
         with the sites along the last dim) by site. ``step_size`` and ``temperature`` are those of the last
-        step of the draw.
+        step of the draw; ``temperature`` is NaN while a chain relaxes after its temperature rose from 0
+        (:class:`~pyro_sym.Cyclical`).
 
         Returns:
             ``{"sample_stats": {name: tensor}}``, each tensor in float64 and of shape ``(draws,)`` or

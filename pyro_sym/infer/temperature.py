@@ -8,13 +8,21 @@ At stationarity, per site with :math:`d` unconstrained values,
     T_{\mathrm{conf}} = \frac1d \, u^\top \nabla U(u),
 
 both have the mean :math:`T`, the first since momenta are :math:`N(0, T M)`, the second by partial
-integration. What they can see differs. :math:`T_{\mathrm{kin}}` follows :math:`T \chi^2_d / d` in each draw,
-so one draw far outside of :func:`~pyro_sym.kinetic_band` is a finding; it reacts to the noise of minibatches,
-and with symplectic Euler to the step size too, while with BAOA on a Gaussian it is blind to the step size, as
-the positions then are exact. :math:`T_{\mathrm{conf}}` speaks of the positions: it reacts to a step size too
-large, to minibatch noise, and to chains that have not arrived yet; but its spread is that of the positions
-around zero, not of :math:`\chi^2`, so look at its mean over draws. Neither sees a mode that no chain has
-found.
+integration. The momentum is the one that has this law on a Gaussian at every stable step size: that of the
+state for :class:`~pyro_sym.BAOA`, and for :class:`~pyro_sym.SGHMC` and :class:`~pyro_sym.SGNHT` the momentum
+half way through its kick (:func:`~pyro_sym.infer.dynamics.momentum_within_kick`).
+
+What they can see differs. :math:`T_{\mathrm{kin}}` follows :math:`T \chi^2_d / d` in each draw, so one draw
+far outside of :func:`~pyro_sym.kinetic_band` is a finding. It reacts to the noise of minibatches. It reacts
+to the step size only where the target is no Gaussian: there a step that is too large heats the momenta on
+full data, too, for instance those of a network's weights. So a high kinetic temperature is the minibatches'
+only if it goes away on all rows; if it does not, it is the step size's.
+
+:math:`T_{\mathrm{conf}}` speaks of the positions: it reacts to a step size too large, to minibatch noise, and
+to chains that have not arrived yet; but its spread is that of the positions around zero, not of
+:math:`\chi^2`, so look at its mean over draws. Neither sees a mode that no chain has found. Both are means
+over coordinates, and a hot coordinate may hide a cold one
+(:func:`~pyro_sym.diagnostics.directional_temperatures` tells them apart).
 """
 
 from __future__ import annotations

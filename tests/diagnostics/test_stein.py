@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -64,6 +65,35 @@ def test_exact_draws_have_none_and_its_error_is_told() -> None:
     # Uniform under the target, so a tenth of the p-values is below a tenth.
     below = torch.tensor([found.p_value <= 0.1 for found in several]).double().mean()
     assert abs(float(below) - 0.1) < Z_LIMIT * math.sqrt(0.09 / 300) + 0.02
+
+
+def autoregressive(chains: int, draws: int, rate: float, sd: float = 1.0) -> Tensor:
+    """Stationary chains of two coordinates, one after the other."""
+    x = torch.randn(chains, 2)
+    path = []
+    for noise in torch.randn(draws, chains, 2):
+        x = rate * x + math.sqrt(1 - rate**2) * noise
+        path.append(x)
+    return sd * torch.stack(path, 1).flatten(0, 1)
+
+
+@pytest.mark.parametrize(("chains", "rate"), [(4, 0.9), (1, 0.8)])
+def test_autocorrelated_draws_of_the_target_are_rejected_as_often_as_said(chains: int, rate: float) -> None:
+    options: dict[str, Any] = {"num_chains": chains, "num_bootstraps": 60}
+    runs, low, ignorant = 60, 0, 0
+    for _ in range(runs):
+        x = autoregressive(chains, 240 // chains, rate)
+        low += kernel_stein_discrepancy(x, -x, **options).p_value <= 0.05
+        shuffled = torch.randperm(len(x))  # as if the draws were independent
+        ignorant += kernel_stein_discrepancy(x[shuffled], -x[shuffled], **options).p_value <= 0.05
+    allowed = 0.05 * runs + Z_LIMIT * math.sqrt(0.05 * 0.95 * runs) + 0.015 * runs  # a rate of 2e-5
+    assert low < allowed
+    assert ignorant > 1.2 * allowed, "draws taken as independent are rejected far more often"
+
+
+def test_autocorrelated_draws_of_another_law_are_rejected() -> None:
+    x = autoregressive(4, 500, 0.9, sd=1.7)
+    assert kernel_stein_discrepancy(x, -x, num_chains=4).p_value < 0.01
 
 
 def test_shifted_normal_has_the_closed_form() -> None:

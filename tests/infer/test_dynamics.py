@@ -19,6 +19,7 @@ from pyro_sym.infer.dynamics import (
     baoa_from_sgd,
     check_noise_estimate,
     draw_momentum,
+    momentum_within_kick,
     sghmc,
     sghmc_from_sgd,
     sgld,
@@ -74,7 +75,8 @@ def test_one_step_is_the_formula() -> None:
     close(draw_momentum(xi, temperature=temperature, inverse_mass=G), (temperature / G).sqrt() * xi)
 
 
-def test_one_step_of_the_thermostat_is_the_formula() -> None:
+@pytest.mark.parametrize("inertia", [None, 3.0])
+def test_one_step_of_the_thermostat_is_the_formula(inertia: float | None) -> None:
     h, friction, temperature = 0.3, 0.7, 0.4
     theta, m, gradient, xi = normal(4, 2, 5)
     G = normal(5, seed=1).exp()
@@ -93,12 +95,52 @@ def test_one_step_of_the_thermostat_is_the_formula() -> None:
         friction=friction,
         temperature=temperature,
         inverse_mass=G,
+        thermal_inertia=inertia,
         groups=(2, 3),
     )
     close = functools.partial(torch.testing.assert_close, rtol=0, atol=1e-14)
     close(momentum, m_new)
     close(position, theta + h * G * m_new)
-    close(thermostat, zeta + h * (means - temperature))
+    mu = temperature * (20 * h) ** 2 if inertia is None else inertia
+    close(thermostat, zeta + h / mu * (means - temperature))
+
+
+def test_a_step_of_the_thermostat_is_the_same_in_all_units() -> None:
+    """Lengths, energies and times in other units: the default inertia goes along, a number does not."""
+    theta, m, slope, xi = normal(4, 3, 5)
+    zeta = normal(3, 1, seed=2)
+    length, heat = 1e-3, 7.0  # of a narrow posterior at another temperature; unit mass, so time goes along
+    time = length / math.sqrt(heat)
+    options: dict[str, Any] = {"step_size": 0.2, "friction": 0.7, "temperature": 0.4}
+    scaled = {"step_size": 0.2 * time, "friction": 0.7 / time, "temperature": 0.4 * heat}
+
+    def difference(inertia: float | None) -> float:
+        one = sgnht(theta, m, zeta, slope, xi, thermal_inertia=inertia, **options)
+        other = sgnht(
+            theta * length,
+            m * math.sqrt(heat),
+            zeta / time,
+            slope * heat / length,
+            xi,
+            thermal_inertia=inertia,
+            **scaled,
+        )
+        units = (length, math.sqrt(heat), 1 / time)
+        return max(float((a - b / unit).abs().max()) for a, b, unit in zip(one, other, units, strict=True))
+
+    assert difference(None) < 1e-13
+    assert difference(1.0) > 0.01, "a number for the inertia is right in one unit only"
+
+
+def test_a_thermostat_is_bounded_where_a_step_forgets_the_momentum() -> None:
+    far = 1e6 * normal(2, 5)
+    for friction, bound in ((0.5, 10.0), (15.0, 15.0)):
+        options: dict[str, Any] = {"step_size": 0.1, "friction": friction, "temperature": 1.0}
+        zeta = torch.full((2, 1), friction, dtype=torch.float64)
+        _, m, zeta = sgnht(far, torch.zeros_like(far), zeta, far, torch.zeros_like(far), **options)
+        assert (zeta == bound).all()
+        _, m, _ = sgnht(far, m, zeta, torch.zeros_like(far), torch.zeros_like(far), **options)
+        assert bound > 10 or (m == 0).all()
 
 
 def test_one_thermostat_a_chain_is_one_group() -> None:
@@ -307,6 +349,41 @@ def test_half_way_through_its_kick_the_momentum_has_the_temperature() -> None:
     assert covariance[1, 1].item() > 1.2 * expected
 
 
+@pytest.mark.parametrize("noise_estimate", [0.0, 0.3])
+@pytest.mark.parametrize(("lam", "h", "friction"), [(1.7, 0.5, 0.8), (1.0, 1.2, 0.5), (4.0, 0.1, 9.0)])
+def test_the_momentum_within_a_kick_has_the_temperature(
+    lam: float, h: float, friction: float, noise_estimate: float
+) -> None:
+    """On the law of the chain, exactly, whatever step size, friction and noise."""
+    T = 0.5
+    options = {"step_size": h, "friction": friction, "temperature": T, "noise_estimate": noise_estimate}
+    covariance = stationary(
+        *affine(sghmc, lam, h, friction, T, noise_estimate, noise_estimate=noise_estimate)
+    )
+    m, slope = independent(covariance, lam, noise_estimate)
+    shown = momentum_within_kick(m, slope, damping=friction, **options)
+    assert float(shown.square().sum()) == pytest.approx(T, rel=1e-12)
+    # what a step ends with has not, which was read as heat
+    assert float(m.square().sum()) > 1.04 * T
+
+
+def independent(covariance: Tensor, lam: float, V: float) -> tuple[Tensor, Tensor]:
+    """Momentum and noisy gradient at a draw, as coefficients of three independent standard normals."""
+    law = torch.linalg.cholesky(covariance)
+    return torch.cat([law[1], double(0.0)]), torch.cat([lam * law[0], double(math.sqrt(V))])
+
+
+def test_the_momentum_within_a_kick_shows_heat() -> None:
+    lam, h, friction, T, V = 1.7, 0.2, 0.8, 0.5, 3.0
+    m, slope = independent(stationary(*affine(sghmc, lam, h, friction, T, V)), lam, V)
+    options = {"step_size": h, "friction": friction, "damping": friction}
+    shown = momentum_within_kick(m, slope, temperature=T, **options)
+    heat = h * V / (2 * friction * (1 - friction * h / 2))
+    assert float(shown.square().sum()) == pytest.approx(T + heat, rel=1e-12)
+    cold = momentum_within_kick(m, slope, temperature=0.0, **options)
+    torch.testing.assert_close(cold, (1 - friction * h / 2) * m - h / 2 * slope)
+
+
 def test_the_position_moves_with_the_new_momentum() -> None:
     """Explicit Euler is unstable where the symplectic one is fine: h lam > gamma."""
     lam, h, friction = 100.0, 0.05, 2.0
@@ -410,12 +487,20 @@ def test_zero_temperature_is_bitwise_free_of_noise(name: str, temperature: float
         assert torch.equal(quiet, loud)
 
 
-def test_the_thermostat_only_grows_at_zero_temperature() -> None:
-    theta, m, zeta = normal(4), normal(4, seed=1), torch.zeros(1, dtype=torch.float64)
-    for _ in range(50):
-        before = zeta
-        theta, m, zeta = sgnht(theta, m, zeta, theta, normal(4), step_size=0.1, friction=1.0, temperature=0.0)
-        assert zeta > before
+@pytest.mark.parametrize("temperature", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
+def test_the_thermostat_at_zero_temperature_is_gradient_descent(temperature: float | Tensor) -> None:
+    theta, m, zeta = normal(4), torch.zeros(4, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    expected = theta
+    for _ in range(5):
+        theta, m, zeta = sgnht(
+            theta, m, zeta, theta, normal(4), step_size=0.125, friction=1.0, temperature=temperature
+        )
+        expected = expected - 0.125**2 * expected
+        torch.testing.assert_close(theta, expected, rtol=0, atol=1e-15)
+    at_rest = torch.zeros_like(theta)  # nothing moves, and 0 / 0 is no number
+    options = {"step_size": 0.125, "friction": 1.0, "temperature": temperature}
+    for value in sgnht(at_rest, at_rest, torch.ones(1), at_rest, at_rest, **options):
+        assert value.isfinite().all()
 
 
 class Network:

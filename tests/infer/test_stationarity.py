@@ -144,15 +144,39 @@ def thermostatted(
     return theta, zeta
 
 
-@pytest.mark.parametrize(("temperature", "steps"), [(0.1, 500), (0.5, 250), (1.0, 200)])
-def test_the_thermostat_takes_the_heat_out_unasked(temperature: float, steps: int) -> None:
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_the_thermostat_takes_the_heat_out_unasked(temperature: float) -> None:
     V = 8 * temperature  # twice the injected noise's power: without a thermostat T would double
-    theta, zeta = thermostatted(temperature, V, steps)
+    theta, zeta = thermostatted(temperature, V, 250)
     expected = FRICTION + STEP * V / (2 * temperature)
     assert zeta.item() == pytest.approx(expected, rel=0.02)
     discrete = 2 * (2 - expected * STEP) / (4 - 2 * expected * STEP - STEP**2 * LAM)
     assert abs(z_score(theta, temperature / LAM * discrete)) < Z_LIMIT
     assert float((theta**2).mean()) * LAM / temperature == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize("N", [1e2, 1e6])
+def test_the_thermostat_settles_as_fast_on_narrow_posteriors(N: float) -> None:
+    """N rows of which 5 % are seen at a time: the chain without a thermostat is at nearly twice T."""
+    dims, lam = 4_000, N
+    h, friction, V = 0.1 / math.sqrt(N), math.sqrt(N), 19 * N
+
+    def ratio(inertia: float | None, h: float = h, friction: float = friction) -> float:
+        theta = normal(1 / math.sqrt(lam), dims)
+        m, zeta = normal(1.0, dims), torch.full((1,), friction, dtype=torch.float64)
+        for _ in range(500):
+            gradient = lam * theta + normal(math.sqrt(V), dims)
+            options = {"step_size": h, "friction": friction, "temperature": 1.0, "thermal_inertia": inertia}
+            theta, m, zeta = sgnht(theta, m, zeta, gradient, normal(1.0, dims), **options)
+        zeta = friction + h * V / 2
+        discrete = 2 * (2 - zeta * h) / (4 - 2 * zeta * h - h**2 * lam)
+        return float((theta**2).mean()) * lam / discrete
+
+    error = Z_LIMIT * math.sqrt(2 / dims)  # a relative 9.6 % in the variance, 4.8 % in the sd
+    assert abs(ratio(None) - 1) < error
+    assert abs(ratio(None, friction=1.0) - 1) < error, "whatever the friction it starts from"
+    # the inertia of 1 that there was before: the sd is a third too large, as it needs 10 N steps
+    assert ratio(1.0) > 1.35 + error
 
 
 def test_sghmc_with_the_same_noise_is_twice_as_hot() -> None:

@@ -1,0 +1,170 @@
+"""Temperatures along the principal directions of draws: what a mean over coordinates hides."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pyro_sym.diagnostics.temperatures import mean_band
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["directional_temperatures"]
+
+LEAST = 8
+"""Draws of a half, at least."""
+
+SUBSTANTIAL = 0.1
+"""What a direction has to be off by, relatively, to be warned of."""
+
+
+def directional_temperatures(
+    draws: Tensor,
+    score: Tensor,
+    *,
+    num_chains: int = 1,
+    max_directions: int = 50,
+    probability: float = 0.99,
+) -> pd.DataFrame:
+    r"""Configurational temperatures along the principal directions of draws, relative to the target's.
+
+    For every fixed direction :math:`v` and centre :math:`c`, and the score :math:`s = \nabla \log p_T` of the
+    target, partial integration gives for draws of it
+
+    .. math::
+
+        T_v = -\mathbb E \left[ v^\top (u - c) \; v^\top s(u) \right] = 1.
+
+    On a Gaussian, along an axis of the draws that is one of the target, too, :math:`T_v` is the variance of
+    the draws over that of the target: 0.7 means that the standard deviation is 0.84 of what it should be. The
+    kinetic and configurational temperatures of a run are means over coordinates, and pass where some
+    directions are too hot and others too cold. So it is with :class:`~pyro_sym.SGNHT`, whose thermostat fixes
+    the mean, where minibatches bring more noise in one direction than in another.
+
+    Directions and centre are those of one half of the draws, and temperatures are taken over the other half,
+    and the other way round: chains are halved, or a single chain in the middle. So no direction is chosen for
+    the draws it is judged by, and the temperatures have no bias. Directions of both halves are paired by
+    their rank. The band is that of the report's other temperatures
+    (:func:`~pyro_sym.diagnostics.temperatures.mean_band`), for all directions at once: its probability is
+    :math:`1 - (1 - \text{probability}) / k` for each of :math:`k`.
+
+    Args:
+        draws: unconstrained values, of shape ``(n, d)``, as :func:`unconstrained_score` returns them: one
+            chain after the other.
+        score: of the target there, on all data, of the same shape.
+        num_chains: :math:`C`; each has ``n / C`` draws.
+        max_directions: of more directions than this the widest half and the narrowest half of so many are
+            taken.
+        probability: that no direction is outside of its band, if all is right.
+
+    Returns:
+        A table by direction, the widest first: ``sd``, the spread of the draws along it, ``temperature``,
+        its band ``temperature_low`` and ``temperature_high``, and whether it is ``temperature_inside``
+        (missing, if the draws are too few to say).
+
+    Raises:
+        ValueError: if shapes disagree, something is not finite, or there are fewer than 8 draws a half.
+
+    Warns:
+        UserWarning: if a direction is outside of its band and off by more than 10 %.
+
+    Example:
+        >>> from pyro_sym.diagnostics import directional_temperatures
+        >>> sd = torch.tensor([3.0, 1.0])
+        >>> u = sd * torch.randn(4000, 2, generator=torch.Generator().manual_seed(0))
+        >>> directional_temperatures(u, -u / sd**2, num_chains=4).round(1)["temperature"].tolist()
+        [1.0, 1.0]
+
+    References:
+        Rugh 1997, "Dynamical approach to temperature", for configurational temperatures along any field.
+    """
+    import pandas as pd
+
+    if max_directions < 1:
+        raise ValueError(f"max_directions={max_directions} must be positive")
+    u, s = _by_chain(draws, score, num_chains)
+    halves = _halves(u, s)
+    bases = [_basis(own, max_directions) for own, _ in halves]
+    count = min(len(axes) for axes, _ in bases)
+    if count == 0:
+        raise ValueError("the draws are all alike in half of the chains; they have no direction")
+    series, spreads = [], []
+    for (own, slope), (axes, centre) in zip(halves, reversed(bases), strict=True):
+        along, pull = (own - centre) @ axes[:count].mT, slope @ axes[:count].mT  # (chains, draws, directions)
+        series.append(-along * pull)
+        spreads.append(along.flatten(0, 1).square().mean(0).sqrt())
+    shortest = min(part.shape[1] for part in series)
+    values = torch.cat([part[:, :shortest] for part in series])  # (halves' chains, draws, directions)
+    level = 1 - (1 - probability) / count
+    bands = [mean_band(values[..., k].numpy(), level) for k in range(count)]
+    table = pd.DataFrame(index=pd.RangeIndex(count, name="direction"))
+    table["sd"] = torch.stack(spreads).mean(0).numpy()
+    table["temperature"] = [mean for mean, _ in bands]
+    table["temperature_low"] = [1 - width for _, width in bands]
+    table["temperature_high"] = [1 + width for _, width in bands]
+    inside = [abs(mean - 1) <= width if math.isfinite(width) else None for mean, width in bands]
+    table["temperature_inside"] = pd.array(inside, dtype="boolean")
+    off = (~table["temperature_inside"].fillna(True)) & ((table["temperature"] - 1).abs() > SUBSTANTIAL)
+    if off.any():
+        _warn(table, off, float(values.mean()))
+    return table
+
+
+def _warn(table: pd.DataFrame, off: pd.Series, mean: float) -> None:
+    worst = (table["temperature"].where(off) - 1).abs().idxmax()
+    row = table.loc[worst]
+    warnings.warn(
+        f"{int(off.sum())} of {len(table)} principal directions are not at the target's temperature: along "
+        f"direction {worst}, where draws have a standard deviation of {row['sd']:.3g}, it is "
+        f"{row['temperature']:.3g} of it, outside of [{row['temperature_low']:.3g}, "
+        f"{row['temperature_high']:.3g}], and {mean:.3g} in the mean over directions. Minibatch noise that differs by direction does this, and a "
+        "thermostat does not mend it: use gradient='control_variate' or larger batches, and smaller steps",
+        stacklevel=3,
+    )
+
+
+def _by_chain(draws: Tensor, score: Tensor, num_chains: int) -> tuple[Tensor, Tensor]:
+    """Both as float64 of shape ``(C, n, d)``."""
+    if draws.dim() != 2 or draws.shape != score.shape:
+        raise ValueError(
+            f"draws have shape {tuple(draws.shape)} and the score {tuple(score.shape)}; pass (n, d) for both"
+        )
+    if num_chains < 1 or len(draws) % num_chains:
+        raise ValueError(
+            f"num_chains is {num_chains}; the {len(draws)} draws have to be of so many chains of one length"
+        )
+    for what, value in {"draws": draws, "score": score}.items():
+        bad = ~value.isfinite().all(-1)
+        if bad.any():
+            raise ValueError(
+                f"{what} are not finite, first at {int(bad.nonzero()[0])}; leave such chains out"
+            )
+    u, s = (value.detach().double().cpu().unflatten(0, (num_chains, -1)) for value in (draws, score))
+    if u.shape[0] * u.shape[1] < 2 * LEAST or u.shape[2] == 0:
+        raise ValueError(f"there are {len(draws)} draws of {u.shape[2]} values; pass {2 * LEAST} at least")
+    return u, s
+
+
+def _halves(u: Tensor, s: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Chains by halves, or the halves of one chain."""
+    chains, draws = u.shape[:2]
+    if chains > 1:
+        return [(u[::2], s[::2]), (u[1::2], s[1::2])]
+    middle = draws // 2
+    return [(u[:, :middle], s[:, :middle]), (u[:, middle:], s[:, middle:])]
+
+
+def _basis(u: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Principal directions as rows, the widest first, and the mean."""
+    flat = u.flatten(0, 1)
+    centre = flat.mean(0)
+    _, spread, axes = torch.linalg.svd(flat - centre, full_matrices=False)
+    known = int((spread > 1e-10 * spread[0]).sum())  # centred draws span one direction less than there are
+    if known <= most:
+        return axes[:known], centre
+    return axes[[*range(most - most // 2), *range(known - most // 2, known)]], centre
