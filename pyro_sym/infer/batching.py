@@ -19,9 +19,7 @@ class UnbatchableError(UntraceableError):
     """A graph of one chain that torch can't vectorise over chains; the message names the operation."""
 
 
-def over_chains(
-    graph: fx.GraphModule, inputs: list[Tensor], in_dims: tuple[int | None, ...]
-) -> Function:
+def over_chains(graph: fx.GraphModule, inputs: list[Tensor], in_dims: tuple[int | None, ...]) -> Function:
     """A function of many chains that does what a graph does for one.
 
     Some operations have no rule under ``vmap``, or one that fails or takes the chains one by one. These are

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import getpass
 import hashlib
 import os
 import re
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -130,7 +132,7 @@ def _elsewhere(graph: fx.GraphModule, inputs: Sequence[Tensor], path: Path, erro
     advice = "set TORCHINDUCTOR_CACHE_DIR to a folder that can be written to"
     problem = f"{path.parent} can't be written to ({error.strerror or error})"
     try:
-        other = Path(_temporary_folder().name, path.name)
+        other = _temporary_folder() / path.name
         if not other.exists():
             warnings.warn(
                 f"{problem}, so that compiled code is kept in {other.parent} and lost when the process ends; "
@@ -152,9 +154,11 @@ def _exists(path: Path) -> bool:
 
 
 @cache
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+def _temporary_folder() -> Path:
     """One for the process, which deletes it at its end."""
-    return tempfile.TemporaryDirectory(prefix="pyro_sym_")
+    folder = tempfile.mkdtemp(prefix="pyro_sym_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 @contextmanager
