@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from pyro_sym.infer.graph import Function, UntraceableError, replay, trace
+from pyro_sym.infer.graph import Function, Rule, UntraceableError, replay, trace
 
 __all__ = ["UnbatchableError", "over_chains"]
 
@@ -106,7 +106,7 @@ def _slice_scatter(
 def _index_put(
     node: fx.Node, into: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> Tensor:
-    """``into[..., mask, :] = values`` by ``torch.where``, if ``values`` has no dim for the elements chosen."""
+    """Write through a mask by ``torch.where``, if ``values`` has no dim for the elements chosen."""
     *before, mask = indices
     if any(i is not None for i in before) or mask is None or mask.dtype != torch.bool:
         return aten.index_put(into, indices, values, accumulate)
@@ -183,7 +183,7 @@ def _view(memory: Any, size: Any, stride: Any, offset: int) -> Any:
     return np.lib.stride_tricks.as_strided(memory[offset:], tuple(size), bytes_)
 
 
-_RULES = {
+_RULES: dict[Any, Rule] = {
     aten.as_strided.default: _as_strided,
     aten.as_strided_scatter.default: _as_strided_scatter,
     aten.binary_cross_entropy_with_logits.default: _cross_entropy,
@@ -195,4 +195,4 @@ _RULES = {
     aten.masked_scatter_backward.default: _masked_scatter_backward,
     aten.slice_scatter.default: _slice_scatter,
 }
-_OF_LAYOUT = {aten.view.default: _view_or_copy}
+_OF_LAYOUT: dict[Any, Rule] = {aten.view.default: _view_or_copy}

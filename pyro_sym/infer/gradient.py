@@ -21,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pyro_sym.infer.algebra import fewer_passes
 from pyro_sym.infer.batching import UnbatchableError, over_chains
+from pyro_sym.infer.comparison import NEARER, NUDGES, nudge, relative_error, tolerance
 from pyro_sym.infer.graph import (
     Function,
     UntraceableError,
@@ -31,7 +32,6 @@ from pyro_sym.infer.graph import (
     trace,
     without_writes,
 )
-from pyro_sym.infer.comparison import NEARER, NUDGES, nudge, relative_error, tolerance
 from pyro_sym.infer.minibatch import Minibatch, draw_indices
 from pyro_sym.infer.potential import Potential
 
@@ -83,7 +83,8 @@ class Gradient:
     model's tensor operations are recorded (``torch.fx``), vectorised over the chains and simplified; the
     graph is then compared with the potential itself at other positions and on other minibatches, and used
     only if they agree. Where they don't, or the model can't be recorded, the model is run for each gradient,
-    and a warning says why.
+    and a warning says why. Where torch can't vectorise an operation over chains, the graph is that of one
+    chain, which is used for each in turn, and a warning names the operation.
 
     The graph holds what the model's data, ``pyro.param`` s and buffers were on the first call: make a new
     ``Gradient`` after changing them.

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
+    "Rule",
     "Simplifier",
     "UntraceableError",
     "drop_unused",
@@ -247,8 +248,8 @@ def replay(
                     values[node] = node.target(*args, **kwargs)
             except Exception as error:  # torch raises all sorts
                 raise UntraceableError(f"{_named(node)}: {message_of(error)}") from error
-    outputs: tuple[Any, ...] = map_arg(graph.graph.output_node().args[0], values.__getitem__)
-    return outputs
+    outputs: Any = graph.graph.output_node().args[0]
+    return tuple(map_arg(outputs, values.__getitem__))
 
 
 def without_writes(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:

@@ -113,7 +113,7 @@ def _key(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> str:
 
 
 def _package(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Path:
-    """Where a graph's package is, built if it isn't there; in a temporary folder if the cache is read-only."""
+    """Find or build a graph's package, in a temporary folder where the cache can't be written to."""
     name = f"{_key(graph, inputs)}.pt2"
     path = cache_dir() / name
     if _exists(path):

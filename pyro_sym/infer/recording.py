@@ -216,9 +216,9 @@ class Recording:
             if not deviation <= tolerance(wanted):
                 return (
                     f"from the same random numbers model and guide give another {what} than when they "
-                    f"were recorded (off by {deviation:.1g}, relative, and so at {NUDGES} points close by), as "
-                    "is so where they branch on values, keep a state from call to call, or use other sources "
-                    "of random numbers or of data than torch and their arguments"
+                    f"were recorded (off by {deviation:.1g}, relative, also at {NUDGES} points close by). So it "
+                    "is where they branch on values, keep a state from call to call, or use sources of random "
+                    "numbers or data other than torch and their arguments"
                 )
         return None
 

@@ -544,7 +544,7 @@ def test_a_difference_at_a_kink_does_not_count(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_gradients_that_cancel_are_rounded_as_the_others() -> None:
-    """A million rows on both sides of the start leave rounding errors in the one gradient, relative to none."""
+    """A billion rows on both sides of the start leave nothing but rounding in one of the gradients."""
 
     def large(y: Tensor) -> None:
         loc = pyro.param("loc", torch.tensor(0.0))
