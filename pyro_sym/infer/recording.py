@@ -216,9 +216,9 @@ class Recording:
             if not deviation <= tolerance(wanted):
                 return (
                     f"from the same random numbers model and guide give another {what} than when they "
-                    f"were recorded (off by {deviation:.1g}, relative, also at {NUDGES} points close by). So it "
-                    "is where they branch on values, keep a state from call to call, or use sources of random "
-                    "numbers or data other than torch and their arguments"
+                    f"were recorded (off by {deviation:.1g}, relative, also at {NUDGES} points close by). "
+                    "This is so if they branch on values, keep a state from call to call, or use random "
+                    "numbers or data that come neither from torch nor from their arguments"
                 )
         return None
 

@@ -362,7 +362,7 @@ def test_models_that_branch_on_parameters_in_hiding() -> None:
         with pyro.plate("rows", len(y)):
             pyro.sample("y", dist.Normal(loc, 2.0 if far else 1.0), obs=y)
 
-    falls_back(branching, AutoNormal(branching), "they branch on values", DATA)
+    falls_back(branching, AutoNormal(branching), "if they branch on values", DATA)
 
 
 def test_models_with_a_state() -> None:
