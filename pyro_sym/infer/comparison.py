@@ -24,8 +24,8 @@ def tolerance(wanted: Tensor) -> float:
     return 1e-8 if wanted.dtype == torch.float64 else 1e-3
 
 
-def relative_error(result: Tensor, wanted: Tensor, *, floor: float = 1.0) -> float:
-    """The largest error, relative to the largest finite entry or to ``floor``.
+def relative_error(result: Tensor, wanted: Tensor) -> float:
+    """The largest error, relative to the largest finite entry or to 1.
 
     It is infinite where one of the two is NaN or infinite and the other isn't the same.
     """
@@ -37,7 +37,7 @@ def relative_error(result: Tensor, wanted: Tensor, *, floor: float = 1.0) -> flo
         return float("inf")
     if wanted.numel() == 0:
         return 0.0
-    return float((result - wanted).abs().max() / wanted.abs().max().clamp(min=floor))
+    return float((result - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
 
 
 def nudge(x: Tensor, number: int) -> Tensor:

@@ -208,11 +208,8 @@ class Recording:
                 raise UntraceableError(
                     f"its graph fails elsewhere than where it was traced: {message_of(error)}"
                 ) from error
-        largest = max(float(g[g.isfinite()].abs().max()) if g.isfinite().any() else 0.0 for g in expected[1:])
         for what, wanted, result in zip(_names(len(expected)), expected, [loss, *gradients], strict=True):
-            # What cancels out in one parameter's gradient is rounded as the others are.
-            rounding = 100 * torch.finfo(wanted.dtype).eps / tolerance(wanted)
-            deviation = relative_error(result, wanted, floor=max(1.0, rounding * largest))
+            deviation = relative_error(result, wanted)
             if not deviation <= tolerance(wanted):
                 return (
                     f"from the same random numbers model and guide give another {what} than when they "

@@ -543,26 +543,6 @@ def test_a_difference_at_a_kink_does_not_count(monkeypatch: pytest.MonkeyPatch) 
         assert bool(caught) == (loss.reason is not None) == (radius > 0)
 
 
-def test_gradients_that_cancel_are_rounded_as_the_others() -> None:
-    """A billion rows on both sides of the start leave nothing but rounding in one of the gradients."""
-
-    def large(y: Tensor) -> None:
-        loc = pyro.param("loc", torch.tensor(0.0))
-        scale = pyro.param("scale", torch.tensor(1.0), constraint=constraints.positive)
-        pyro.sample("x", dist.Normal(0.0, 1.0))
-        with poutine.scale(scale=1e9), pyro.plate("rows", len(y)):
-            pyro.sample("y", dist.Normal(loc, scale), obs=y)
-
-    def guide(y: Tensor) -> None:
-        pyro.sample("x", dist.Normal(pyro.param("a", torch.tensor(0.3)), 1.0))
-
-    loss = RecordedELBO()
-    y = torch.cat([DATA, -DATA])[torch.randperm(2 * ROWS)]
-    for _ in range(9):
-        loss.loss_and_grads(large, guide, y)
-    assert loss.reason is None
-
-
 def test_reasons_are_of_the_model() -> None:
     """Not of the shapes of its sites, which Pyro appends to errors that pass its handlers."""
 
