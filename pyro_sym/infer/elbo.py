@@ -17,7 +17,7 @@ from pyro.util import warn_if_nan
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pyro_sym.infer.graph import UntraceableError
+from pyro_sym.infer.graph import UntraceableError, message_of
 from pyro_sym.infer.recording import Call, Recording, Statement
 
 __all__ = ["RecordedELBO"]
@@ -172,7 +172,7 @@ class RecordedELBO(ELBO):
             try:
                 recording.check(self.elbo, call, spreads=(0.0,))
             except UntraceableError as error:
-                self._give_up(_first_line(error))
+                self._give_up(message_of(error))
                 return None
         return recording
 
@@ -201,7 +201,7 @@ class RecordedELBO(ELBO):
                 ]
                 recording = Recording.of(self.elbo, call, statements)
             except UntraceableError as error:
-                self._give_up(_first_line(error))
+                self._give_up(message_of(error))
             else:
                 self._num_recorded += 1
                 self._recorded[call.key] = recording
@@ -238,8 +238,3 @@ def _handled() -> bool:
         isinstance(handler, BlockMessenger) or (isinstance(handler, TraceMessenger) and handler.param_only)
         for handler in _PYRO_STACK
     )
-
-
-def _first_line(error: Exception) -> str:
-    """The reason itself: Pyro's handlers append the shapes of all sites."""
-    return str(error).partition("\n")[0]

@@ -20,10 +20,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pyro_sym.infer.algebra import fewer_passes
+from pyro_sym.infer.batching import UnbatchableError, over_chains
+from pyro_sym.infer.comparison import NEARER, NUDGES, nudge, relative_error, tolerance
 from pyro_sym.infer.graph import (
     Function,
     UntraceableError,
-    for_vmap,
+    message_of,
     refuse_side_effects,
     simplify,
     straight_line,
@@ -39,8 +41,6 @@ __all__ = [
     "Jit",
     "groups",
     "potential_on",
-    "relative_error",
-    "tolerance",
     "unvalidated",
 ]
 
@@ -83,7 +83,8 @@ class Gradient:
     model's tensor operations are recorded (``torch.fx``), vectorised over the chains and simplified; the
     graph is then compared with the potential itself at other positions and on other minibatches, and used
     only if they agree. Where they don't, or the model can't be recorded, the model is run for each gradient,
-    and a warning says why.
+    and a warning says why. Where torch can't vectorise an operation over chains, the graph is that of one
+    chain, which is used for each in turn, and a warning names the operation.
 
     The graph holds what the model's data, ``pyro.param`` s and buffers were on the first call: make a new
     ``Gradient`` after changing them.
@@ -120,6 +121,7 @@ class Gradient:
         self.mode: _Mode = "trace" if jit == "auto" else jit
         self.reason: str | None = None
         self._prepared: dict[Any, Function] = {}
+        self._alone = False  # whether the graph is of one chain, as torch can't vectorise it
 
     def __call__(self, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
         """The potential energy and its gradient for each chain.
@@ -136,7 +138,7 @@ class Gradient:
         """
         if self.mode == "eager":
             return self.eager(position, minibatch)
-        if len(several := groups(*position.shape)) > 1:
+        if len(several := groups(*position.shape, alone=self._alone)) > 1:
             return self._one_by_one(position, minibatch, several)
         if minibatch.args is None:
             tensors = list(minibatch.indices.values())
@@ -161,10 +163,11 @@ class Gradient:
 
     def state_dict(self) -> dict[str, Any]:
         """What is in use, if not what was asked for: another way rounds otherwise."""
-        return {"mode": self.mode, "reason": self.reason}
+        return {"mode": self.mode, "reason": self.reason, "alone": self._alone}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Fall back to what is in use there."""
+        self._alone = self._alone or state.get("alone", False)
         if state["reason"] is not None:
             self.mode, self.reason = state["mode"], state["reason"]
 
@@ -215,7 +218,7 @@ class Gradient:
                 return tuple(result.unsqueeze(0) for result in single(rows[0], *firsts))
 
         else:
-            chains = torch.func.vmap(for_vmap(single), in_dims=in_dims)
+            chains = over_chains(single, [position[0], *rows], in_dims)
         everything = [position, *inputs.tensors]
         with torch.no_grad():
             return simplify(without_writes(trace(chains, everything), everything), everything)
@@ -228,6 +231,9 @@ class Gradient:
             graph = self.graph(position, minibatch)
             function = straight_line(graph, inputs)
             reference.check(function)
+        except UnbatchableError as error:
+            self._take_chains_alone(error)
+            return
         except UntraceableError as error:
             self._run_the_model(error, reference.seconds)
             return
@@ -252,9 +258,17 @@ class Gradient:
             raise error
         self._fall_back(
             "eager",
-            f"the model can't be traced, so that each gradient runs it anew, at {1e3 * seconds:.1g} ms a "
-            f"chain: {error}. jit='eager' does the same without this warning",
+            f"the model can't be traced, so that each gradient runs it anew, at {_duration(seconds)} a chain "
+            f"and step: {error}. jit='eager' does the same without this warning",
             error,
+        )
+
+    def _take_chains_alone(self, error: UnbatchableError) -> None:
+        """Trace one chain, where torch can't vectorise the graph over chains."""
+        self._alone = True
+        warnings.warn(
+            f"the gradient is traced for one chain at a time, so that a step of many takes longer: {error}",
+            stacklevel=4,
         )
 
     def _do_not_compile(self, error: RuntimeError) -> None:
@@ -309,62 +323,125 @@ class _Reference:
     """The potential itself at a few positions and minibatches other than those of the trace."""
 
     def __init__(self, gradient: Gradient, position: Tensor, minibatch: Minibatch) -> None:
-        self.cases: list[tuple[list[Tensor], int, Tensor, Tensor]] = []
         start = time.perf_counter()
         gradient.eager(position[:1], minibatch.of(slice(1)))  # what raises here is the model's own
         self.seconds = time.perf_counter() - start
+        self.probes = []
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             for spread in (0.0, 1.0, -1.0, 5.0):
                 other = _redraw(minibatch, gradient.potential)
-                there = spread * torch.randn_like(position) + (spread >= 0) * position
+                # Around the start, and once around 0.
+                away = spread * torch.randn_like(position) - (position if spread < 0 else 0.0)
                 chain = int(torch.randint(len(position), ()))
-                try:
-                    energy, slope = gradient.eager(
-                        there[chain : chain + 1], other.of(slice(chain, chain + 1))
-                    )
-                except (RuntimeError, ValueError, ArithmeticError):
-                    continue  # too far out for the model
-                if bool(slope.isfinite().all() and energy.isfinite()) or spread == 0:
-                    self.cases.append(([there, *_Inputs.of(other).tensors], chain, energy[0], slope[0]))
+                self.probes.append(_Probe(gradient, position, away, other, chain))
 
     def check(self, function: Function) -> None:
         """Raise unless a function gives what the potential gave."""
-        for inputs, chain, *expected in self.cases:
+        compared = [probe.compare(function) for probe in self.probes]
+        if not any(compared):
+            raise UntraceableError(
+                "the model fails at every point where its graph could be compared with it, close to the "
+                "start and on other rows, too"
+            )
+
+
+class _Probe:
+    """A place to compare a graph with the potential, nearer the start where the potential can't be had.
+
+    Args:
+        gradient: whose potential is the reference.
+        start: where the chains are, of shape ``(C, d)``.
+        away: from there to the probe, of shape ``(C, d)``.
+        minibatch: what the chains see of the data.
+        chain: the one that is compared; the potential is not run for the others.
+    """
+
+    def __init__(
+        self, gradient: Gradient, start: Tensor, away: Tensor, minibatch: Minibatch, chain: int
+    ) -> None:
+        self.gradient, self.start, self.away, self.minibatch = gradient, start, away, minibatch
+        self.chain = chain
+        self.fractions = list(NEARER if away.any() else NEARER[:1])  # yet to be tried, the current one first
+        self.known: dict[tuple[float, int], tuple[Tensor, Tensor] | None] = {}
+
+    def compare(self, function: Function) -> bool:
+        """Raise if a function is wrong; return whether there was a point to compare it at."""
+        while self.fractions:
+            if self._expected(0) is None:
+                self.fractions.pop(0)
+                continue
             try:
-                with torch.no_grad():
-                    results = function(*inputs)
+                # A difference at a kink is gone at a nudged point, one that the graph makes isn't.
+                problems = (self._problem(function, number) for number in range(1 + NUDGES))
+                first = next(problems)
+                if first is None or None in problems:
+                    return True
             except (RuntimeError, IndexError) as error:
+                if self._model_fails():
+                    self.fractions.pop(0)
+                    continue
                 raise UntraceableError(
-                    f"its graph fails elsewhere than where it was traced: {error}"
+                    f"its graph fails elsewhere than where it was traced: {message_of(error)}"
                 ) from error
-            for what, wanted, result in zip(("energy", "gradient"), expected, results, strict=True):
-                deviation = relative_error(result[chain], wanted)
-                if not deviation <= tolerance(wanted):
-                    raise UntraceableError(
-                        f"its graph is right only where it was traced (elsewhere the {what} is off by "
-                        f"{deviation:.1g}, relative): the model branches on values or indices, or isn't "
-                        "deterministic"
-                    )
+            raise UntraceableError(first)
+        return False
+
+    def _position(self, number: int) -> Tensor:
+        position = self.start + self.fractions[0] * self.away
+        return position + nudge(position, number)
+
+    def _expected(self, number: int) -> tuple[Tensor, Tensor] | None:
+        """The potential's energy and gradient, or None where it has none that can be compared."""
+        key = (self.fractions[0], number)
+        if key not in self.known:
+            self.known[key] = self._evaluate(self._position(number), self.chain)
+        return self.known[key]
+
+    def _evaluate(self, position: Tensor, chain: int) -> tuple[Tensor, Tensor] | None:
+        one = slice(chain, chain + 1)
+        try:
+            (energy,), (slope,) = self.gradient.eager(position[one], self.minibatch.of(one))
+        except (RuntimeError, ValueError, ArithmeticError):
+            return None  # as where a matrix has no Cholesky factor
+        finite = bool(slope.isfinite().all() and energy.isfinite())
+        return (energy, slope) if finite or not self.away.any() else None
+
+    def _problem(self, function: Function, number: int) -> str | None:
+        """What a function gets wrong at a nudged point, if anything."""
+        expected = self._expected(number)
+        if expected is None:
+            return "the model fails at a nudged point"
+        with torch.no_grad():
+            results = function(self._position(number), *_Inputs.of(self.minibatch).tensors)
+        for what, wanted, result in zip(("energy", "gradient"), expected, results, strict=True):
+            deviation = relative_error(result[self.chain], wanted)
+            if not deviation <= tolerance(wanted):
+                return (
+                    f"its graph is right only where it was traced (elsewhere the {what} is off by "
+                    f"{deviation:.1g}, relative), as is so where a model branches on values or indices that "
+                    "have left torch, by numpy() or tolist(), or isn't deterministic"
+                )
+        return None
+
+    def _model_fails(self) -> bool:
+        """Whether the potential can't be had for one of the chains, so that their graph must fail, too."""
+        position = self._position(0)
+        return any(self._evaluate(position, chain) is None for chain in range(len(position)))
 
 
-def groups(num_chains: int, size: int) -> list[slice]:
+def _duration(seconds: float) -> str:
+    """Seconds in words: 0.4 ms, 120 ms, 2.5 s."""
+    if seconds >= 1.0:
+        return f"{seconds:.1f} s"
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 1e-3 else f"{1e3 * seconds:.1g} ms"
+
+
+def groups(num_chains: int, size: int, *, alone: bool = False) -> list[slice]:
     """Which chains of so many values are worked on together: all, or each alone, as takes less memory."""
-    if num_chains == 1 or size <= LARGE:
+    if num_chains == 1 or (size <= LARGE and not alone):
         return [slice(None)]
     return [slice(chain, chain + 1) for chain in range(num_chains)]
-
-
-def tolerance(wanted: Tensor) -> float:
-    """The relative error up to which a graph is right, in the precision of what it computes."""
-    return 1e-8 if wanted.dtype == torch.float64 else 1e-3
-
-
-def relative_error(result: Tensor, wanted: Tensor) -> float:
-    """The largest error, relative to the largest entry or to 1; what isn't finite has to be the same."""
-    if torch.equal(result.nan_to_num(), wanted.nan_to_num()):
-        return 0.0
-    return float((result - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
 
 
 def _redraw(minibatch: Minibatch, potential: Potential) -> Minibatch:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+import pyro
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
@@ -14,11 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
+    "Rule",
     "Simplifier",
     "UntraceableError",
     "drop_unused",
-    "for_vmap",
+    "message_of",
     "refuse_side_effects",
+    "replay",
     "simplify",
     "straight_line",
     "trace",
@@ -30,8 +37,19 @@ aten = torch.ops.aten
 Function = Callable[..., tuple[Tensor, ...]]
 
 
+Rule = Callable[..., Any]
+"""Does what an operation does by other operations; it takes the node, then the operation's arguments."""
+
+
 class UntraceableError(RuntimeError):
     """A function that a graph of torch operations can't stand for; the message is the reason."""
+
+
+def message_of(error: BaseException) -> str:
+    """An error's message on one line, without the table of shapes that Pyro's handlers append to it."""
+    lines = str(error).partition("Trace Shapes:")[0].split("\n")
+    text = " ".join(line.strip() for line in lines if line.strip())
+    return text if len(text) <= 300 else f"{text[:300]} …"
 
 
 def trace(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
@@ -43,10 +61,10 @@ def trace(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphMod
     try:
         with recorder:
             outputs = function(*inputs)
-    except UntraceableError:
-        raise
+    except UntraceableError as error:
+        raise type(error)(message_of(error)) from error
     except Exception as error:  # torch and the model raise all sorts
-        raise UntraceableError(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
+        raise UntraceableError(f"{type(error).__name__}: {message_of(error)}") from error
     return recorder.finish(outputs)
 
 
@@ -76,12 +94,14 @@ class _Recorder(TorchDispatchMode):
         of_values = torch.Tag.dynamic_output_shape in func.tags and func not in _INDEXING
         if varying and (of_values or not tensors) and func not in _CHECKS:
             raise UntraceableError(
-                f"the model's course depends on the value of a tensor, as by an if or item() ({func})"
+                "the model's course depends on the value of a tensor, as by an if or item() "
+                f"({func}{_comma(_origin())}); write it with torch.where"
             )
         if random and func._schema.is_mutable:
             node = self._draw(func, given[0], given[1], result)
         else:
             node = self.graph.call_function(func, *given)
+        node.meta["origin"] = _origin()
         if varying:
             self.varying.add(node)
         if isinstance(result, Tensor):
@@ -97,7 +117,7 @@ class _Recorder(TorchDispatchMode):
     def _draw(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> fx.Node:
         """Random numbers as a new tensor, where the function fills one that it has just made."""
         if args[0].op != "call_function":
-            raise UntraceableError(f"the model changes a tensor in place ({func})")
+            raise UntraceableError(f"the model changes a tensor in place ({func}{_comma(_origin())})")
         if func in _STANDARD and args[1:] in ((), _STANDARD[func][1]):
             like: dict[str, Any] = {"dtype": result.dtype, "device": result.device}
             return self.graph.call_function(_STANDARD[func][0], (list(result.shape),), like)
@@ -115,6 +135,8 @@ class _Recorder(TorchDispatchMode):
         self.alive.append(tensor)
         if id(tensor) not in self.nodes or node.op == "call_function":
             self.nodes[id(tensor)] = node
+        if tensor.layout == torch.strided:
+            node.meta["layout"] = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
         return node
 
     def _node_of(self, leaf: Any) -> Any:
@@ -129,6 +151,44 @@ class _Recorder(TorchDispatchMode):
     def finish(self, outputs: Sequence[Tensor]) -> fx.GraphModule:
         self.graph.output(tuple(self._node_of(output) for output in outputs))
         return fx.GraphModule(self.root, self.graph)
+
+
+_LIBRARIES = tuple(
+    os.path.join(Path(str(module.__file__)).parent, "")
+    for module in (torch, pyro, os)  # os: the standard library
+)
+_HERE = os.path.join(Path(__file__).parent, "")
+_PACKAGE = os.path.join(Path(__file__).parent.parent, "")
+
+
+@lru_cache(maxsize=1024)
+def _is_library(path: str) -> bool:
+    return path.startswith((*_LIBRARIES, _PACKAGE, "<"))
+
+
+def _origin() -> str:
+    """Where in the model the operation of now is done: a line of the user's code, or a site."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and not (
+        frame.f_code.co_filename.startswith(_HERE) and frame.f_code is not replay.__code__
+    ):
+        if frame.f_code is replay.__code__:
+            return str(frame.f_locals["node"].meta.get("origin", ""))
+        if frame.f_code.co_name == "compute_log_prob" and "site" in frame.f_locals:
+            return f"in the log probability of site {frame.f_locals['site']['name']!r}"
+        if not _is_library(frame.f_code.co_filename):
+            return f"at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _comma(origin: str) -> str:
+    return f", {origin}" if origin else ""
+
+
+def _named(node: fx.Node) -> str:
+    """An operation and where in the model it comes from, in words."""
+    return f"{node.target}{_comma(node.meta.get('origin', ''))}"
 
 
 _INDEXING = {aten.index.Tensor}  # so tagged for boolean indices; those are found out by their values
@@ -148,27 +208,65 @@ def drop_unused(graph: fx.Graph) -> None:
     graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure() or node.target in _CHECKS)
 
 
+def replay(
+    graph: fx.GraphModule,
+    inputs: Sequence[Tensor],
+    *,
+    rules: Mapping[Any, Rule] | None = None,
+    constants: Mapping[str, Tensor] | None = None,
+) -> tuple[Any, ...]:
+    """Do what a graph does, node by node.
+
+    Args:
+        graph: the graph.
+        inputs: its inputs.
+        rules: by operation, what is done in its place.
+        constants: by name, what takes the place of the graph's own tensors.
+
+    Returns:
+        The graph's outputs.
+
+    Raises:
+        UntraceableError: if an operation fails; the message names it and where in the model it comes from.
+    """
+    rules, constants = rules or {}, constants or {}
+    given = iter(inputs)
+    values: dict[fx.Node, Any] = {}
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(given)
+        elif node.op == "get_attr":
+            name = str(node.target)
+            values[node] = constants[name] if name in constants else getattr(graph, name)
+        elif node.op == "call_function":
+            args = map_arg(node.args, values.__getitem__)
+            kwargs = map_arg(node.kwargs, values.__getitem__)
+            try:
+                if node.target in rules:
+                    values[node] = rules[node.target](node, *args, **kwargs)
+                else:
+                    values[node] = node.target(*args, **kwargs)
+            except Exception as error:  # torch raises all sorts
+                raise UntraceableError(f"{_named(node)}: {message_of(error)}") from error
+    outputs: Any = graph.graph.output_node().args[0]
+    return tuple(map_arg(outputs, values.__getitem__))
+
+
 def without_writes(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
     """The same in operations that write into no tensor; it must be free of side effects."""
-    if any(isinstance(n.target, OpOverload) and n.target._schema.is_mutable for n in graph.graph.nodes):
-        return trace(torch.func.functionalize(graph, remove="mutations"), inputs)
-    return graph
+    if not any(isinstance(n.target, OpOverload) and n.target._schema.is_mutable for n in graph.graph.nodes):
+        return graph
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "get_attr"]
+    tensors = [getattr(graph, name) for name in names]
 
+    # A copy of a constant is written to as well, so constants are inputs of what torch rewrites.
+    def pure(*given: Tensor) -> tuple[Any, ...]:
+        constants = dict(zip(names, given[len(inputs) :], strict=True))
+        return replay(graph, given[: len(inputs)], constants=constants)
 
-def for_vmap(graph: fx.GraphModule) -> fx.GraphModule:
-    """Write the logits' cross entropy out, which vmap takes apart into more, and in-place, operations."""
-    for node in graph.graph.nodes:
-        if node.target is aten.binary_cross_entropy_with_logits.default and node.args[2:] == (None, None, 0):
-            logits, labels, *_ = node.args
-            with graph.graph.inserting_before(node):
-                call = graph.graph.call_function
-                no = call(aten.rsub.Scalar, (labels, 1))
-                log_yes = call(operator.getitem, (call(aten.log_sigmoid_forward.default, (logits,)), 0))
-                loss = call(aten.sub.Tensor, (call(aten.mul.Tensor, (no, logits)), log_yes))
-            node.replace_all_uses_with(loss)
-    drop_unused(graph.graph)
-    graph.recompile()
-    return graph
+    rewritten = torch.func.functionalize(pure, remove="mutations")
+    with torch.no_grad():
+        return trace(lambda *given: rewritten(*given, *tensors), inputs)
 
 
 def refuse_side_effects(graph: fx.GraphModule, *, random: bool = False) -> None:
@@ -180,11 +278,13 @@ def refuse_side_effects(graph: fx.GraphModule, *, random: bool = False) -> None:
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
         if _is_random(node.target) and not random:
-            raise UntraceableError(f"the model draws random numbers ({node.target})")
+            raise UntraceableError(f"the model draws random numbers ({_named(node)})")
         if "batch_norm" in node.target.name() and node.args[5] is True:
             raise UntraceableError("batch normalisation in training mode updates its running statistics")
         if node.target._schema.is_mutable and node.args[0] not in fresh:
-            raise UntraceableError(f"the model changes a tensor in place ({node.target})")
+            raise UntraceableError(
+                f"the model changes a tensor in place that outlives the call ({_named(node)})"
+            )
         # A view of a tensor made here is as fresh as the tensor itself.
         view = any(out.alias_info is not None for out in node.target._schema.returns)
         if not view or node.args[0] in fresh:

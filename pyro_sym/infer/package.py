@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import errno
 import getpass
 import hashlib
 import os
 import re
+import shutil
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +58,13 @@ def compiled(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Function:
 
     Raises:
         CompilationError: if ``torch._inductor`` can't compile the graph.
+
+    Warns:
+        UserWarning: if the cache directory can't be written to; a temporary one is used in its place.
     """
     lifted, constants = _with_constants_as_inputs(graph)
     everything = [*inputs, *constants]
-    path = cache_dir() / f"{_key(lifted, everything)}.pt2"
-    if not path.exists():
-        _build(lifted, everything, path)
-    run = _load(path).run
+    run = _load(_package(lifted, everything)).run
 
     def function(*given: Tensor) -> tuple[Tensor, ...]:
         return tuple(run([*given, *constants]))
@@ -107,11 +112,85 @@ def _key(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
+def _package(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Path:
+    """Find or build a graph's package, in a temporary folder where the cache can't be written to."""
+    name = f"{_key(graph, inputs)}.pt2"
+    path = cache_dir() / name
+    if _exists(path):
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        _build(graph, inputs, path)
+    except OSError as error:
+        return _elsewhere(graph, inputs, path, error)
+    return path
+
+
+def _elsewhere(graph: fx.GraphModule, inputs: Sequence[Tensor], path: Path, error: OSError) -> Path:
+    advice = "set TORCHINDUCTOR_CACHE_DIR to a folder that can be written to"
+    problem = f"{path.parent} can't be written to ({error.strerror or error})"
+    try:
+        other = _temporary_folder() / path.name
+        if not other.exists():
+            warnings.warn(
+                f"{problem}, so that compiled code is kept in {other.parent} and lost when the process ends; "
+                f"{advice}",
+                stacklevel=8,
+            )
+            with _inductor_writes_to(other.parent):
+                _build(graph, inputs, other)
+    except OSError as again:
+        raise CompilationError(f"{problem}, nor can a temporary folder ({again}); {advice}") from again
+    return other
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # not even to be looked at
+        return False
+
+
+@cache
+def _temporary_folder() -> Path:
+    """One for the process, which deletes it at its end."""
+    folder = tempfile.mkdtemp(prefix="pyro_sym_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+@contextmanager
+def _inductor_writes_to(folder: Path) -> Iterator[None]:
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    os.environ[name] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+_NOT_WRITABLE = {errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS}
+
+
+def _cannot_write(error: BaseException | None) -> OSError | None:
+    """The error of a folder that can't be written to among an error and its causes, if any."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _NOT_WRITABLE:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def _build(graph: fx.GraphModule, inputs: Sequence[Tensor], path: Path) -> None:
     """Compile into a package at ``path``; whoever looks there sees nothing or all of it."""
     from torch._inductor import aoti_compile_and_package
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
     try:
         with torch.no_grad(), warnings.catch_warnings():
@@ -120,6 +199,9 @@ def _build(graph: fx.GraphModule, inputs: Sequence[Tensor], path: Path) -> None:
             aoti_compile_and_package(program, package_path=str(part))
         part.replace(path)
     except Exception as error:  # compilers fail in all sorts of ways
+        not_writable = _cannot_write(error)
+        if not_writable is not None:
+            raise not_writable from error
         lines = str(error).strip().splitlines() or [""]
         raise CompilationError(f"torch._inductor raised {type(error).__name__}: {lines[0]}") from error
     finally:

@@ -21,11 +21,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyro_sym.infer.algebra import fewer_passes
 from pyro_sym.infer.cancellation import cancelled
-from pyro_sym.infer.gradient import relative_error, tolerance, unvalidated
+from pyro_sym.infer.comparison import NEARER, NUDGES, nudge, relative_error, tolerance
+from pyro_sym.infer.gradient import unvalidated
 from pyro_sym.infer.graph import (
     Function,
     UntraceableError,
     drop_unused,
+    message_of,
     refuse_side_effects,
     simplify,
     straight_line,
@@ -169,30 +171,60 @@ class Recording:
         """Raise unless the graph gives what the ELBO gives, also at parameters so far from these."""
         for spread in spreads:
             there = call if spread == 0 else _elsewhere(call)
-            with _moved(self.parameters, spread):
-                try:
-                    expected = _reference(elbo, there, self.trained)
-                except (RuntimeError, ValueError, ArithmeticError):
-                    if spread == 0:
-                        raise
+            for fraction in NEARER if spread else (1.0,):
+                # A difference at a kink is gone at a nudged point, one that the graph makes isn't.
+                shifts = [_Shift(fraction * spread, number) for number in range(1 + NUDGES)]
+                expected = self._expected(elbo, there, shifts[0])
+                if expected is None:
                     continue  # too far out for the model
-                try:
-                    with _noise_kept(there), poutine.block():
-                        loss, gradients = self.evaluate(there.tensors)
-                except (RuntimeError, IndexError) as error:
-                    raise UntraceableError(
-                        f"its graph fails elsewhere than where it was traced: {error}"
-                    ) from error
-            if spread and not all(bool(e.isfinite().all()) for e in expected):
-                continue
-            for what, wanted, result in zip(_names(len(expected)), expected, [loss, *gradients], strict=True):
-                deviation = relative_error(result, wanted)
-                if not deviation <= tolerance(wanted):
-                    raise UntraceableError(
-                        f"from the same random numbers model and guide give another {what} than when they "
-                        f"were recorded (off by {deviation:.1g}, relative): they branch on values, keep a "
-                        "state from call to call, or use other sources of random numbers or of data"
-                    )
+                first = self._problem(there, shifts[0], expected)
+                if first is not None and not any(
+                    self._problem(there, shift, self._expected(elbo, there, shift)) is None
+                    for shift in shifts[1:]
+                ):
+                    raise UntraceableError(first)
+                break
+
+    def _expected(self, elbo: ELBO, call: Call, shift: _Shift) -> list[Tensor] | None:
+        """The ELBO's loss and gradients at shifted parameters, or None where they can't be compared."""
+        with _moved(self.parameters, shift):
+            try:
+                expected = _reference(elbo, call, self.trained)
+            except (RuntimeError, ValueError, ArithmeticError):
+                if shift.spread == 0:
+                    raise
+                return None
+        return expected if shift.spread == 0 or all(bool(e.isfinite().all()) for e in expected) else None
+
+    def _problem(self, call: Call, shift: _Shift, expected: list[Tensor] | None) -> str | None:
+        """What the graph gets wrong at shifted parameters, if anything."""
+        if expected is None:
+            return "the ELBO fails at nudged parameters"
+        with _moved(self.parameters, shift):
+            try:
+                with _noise_kept(call), poutine.block():
+                    loss, gradients = self.evaluate(call.tensors)
+            except (RuntimeError, IndexError) as error:
+                raise UntraceableError(
+                    f"its graph fails elsewhere than where it was traced: {message_of(error)}"
+                ) from error
+        for what, wanted, result in zip(_names(len(expected)), expected, [loss, *gradients], strict=True):
+            deviation = relative_error(result, wanted)
+            if not deviation <= tolerance(wanted):
+                return (
+                    f"from the same random numbers model and guide give another {what} than when they "
+                    f"were recorded (off by {deviation:.1g}, relative, also at {NUDGES} points close by). "
+                    "This is so if they branch on values, keep a state from call to call, or use random "
+                    "numbers or data that come neither from torch nor from their arguments"
+                )
+        return None
+
+
+class _Shift(NamedTuple):
+    """Where parameters are moved to: so far away, and by which nudge."""
+
+    spread: float
+    nudge: int
 
 
 @effectful(type="param")  # type: ignore[misc,unused-ignore]
@@ -296,14 +328,17 @@ def _noise_kept(call: Call) -> Iterator[None]:
 
 
 @contextmanager
-def _moved(parameters: list[Tensor], spread: float) -> Iterator[None]:
-    """Parameters so far from where they are, for a while, and other random numbers."""
+def _moved(parameters: list[Tensor], shift: _Shift) -> Iterator[None]:
+    """Parameters elsewhere for a while, with other random numbers if far away."""
     before = [parameter.detach().clone() for parameter in parameters]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        if spread:
+        if shift.spread:
             torch.manual_seed(0)
             for parameter in parameters:
-                parameter += spread * torch.randn_like(parameter)
+                parameter += shift.spread * torch.randn_like(parameter)
+        if shift.nudge:
+            for parameter in parameters:
+                parameter += nudge(parameter, shift.nudge)
         try:
             yield
         finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ from torch import Tensor
 
 from pyro_sym.infer import gradient as gradient_module
 from pyro_sym.infer import package
-from pyro_sym.infer.fused import FusedSteps, block_length
+from pyro_sym.infer.fused import FusedSteps, _check_block, block_length
 from pyro_sym.infer.gradient import Gradient
+from pyro_sym.infer.graph import trace
 from pyro_sym.infer.kernels import BAOA
 from pyro_sym.infer.minibatch import Minibatch, draw_indices
 from pyro_sym.infer.potential import Potential
@@ -205,3 +208,180 @@ def test_only_a_gradient_that_is_to_be_compiled_can_be_fused() -> None:
 
 def test_blocks_are_shorter_for_larger_positions() -> None:
     assert [block_length(size) for size in (8, 512, 101_770, 10_000_000)] == [10, 10, 4, 1]
+
+
+def double_well_steps(dtype: torch.dtype, step_size: float, steps: int = 10) -> tuple[Any, list[Tensor]]:
+    """Steps with rows, as a block and its inputs; in a double well they are chaotic where they are large."""
+
+    def block(*inputs: Tensor) -> tuple[Tensor, ...]:
+        position, momentum, gradient, noise, step_sizes, temperatures, rows = inputs
+        for i in range(len(noise)):
+            position, momentum = langevin(
+                (position, momentum), gradient, noise[i], step_sizes[i], temperatures[i]
+            )
+            shift = rows[i].to(position.dtype).mean(-1, keepdim=True)
+            energy = (position.square() - shift).square().sum(-1)
+            gradient = 4 * position * (position.square() - shift)
+        return position, momentum, energy, gradient, position.sum() + energy.sum() + gradient.sum()
+
+    position, momentum = torch.randn(2, 16, 3, dtype=dtype)
+    noise = torch.randn(steps, 16, 3, dtype=dtype)
+    rows = torch.randint(5, (steps, 16, 4))
+    numbers = [torch.full((steps,), step_size, dtype=dtype), torch.ones(steps, dtype=dtype)]
+    return block, [position, momentum, position.clone(), noise, *numbers, rows]
+
+
+def rounded_otherwise(block: Any, inputs: list[Tensor]) -> Any:
+    """The same steps by other code, that is, with another rounding."""
+
+    def run(*given: Tensor) -> Any:
+        eps = torch.finfo(given[0].dtype).eps
+        return block(given[0] * (1 + eps), *given[1:])
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("step_size", [1e-3, 0.1, 0.5])
+def test_rounding_that_grows_is_no_reason_not_to_compile(dtype: torch.dtype, step_size: float) -> None:
+    torch.manual_seed(0)
+    block, inputs = double_well_steps(dtype, step_size)
+    run = rounded_otherwise(block, inputs)
+    if step_size == 0.5:  # control: compared at the user's own step size, the two are far apart
+        result, expected = run(*inputs)[0], block(*inputs)[0]
+        assert not torch.allclose(result, expected, rtol=1e-3)
+    _check_block(run, block, inputs, 2)
+
+
+def out_of_order(block: Any, part: int) -> Any:
+    """A block that takes the first two of its noise, step sizes, or rows in reverse."""
+
+    def run(*given: Tensor) -> Any:
+        order = [1, 0, *range(2, len(given[part]))]
+        return block(*[tensor[order] if n == part else tensor for n, tensor in enumerate(given)])
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("step_size", [1e-3, 0.1, 0.5])
+@pytest.mark.parametrize("fault", ["noise", "rows", "gradient", "last step"])
+def test_control_wrong_steps_are_not_run(dtype: torch.dtype, step_size: float, fault: str) -> None:
+    torch.manual_seed(0)
+    block, inputs = double_well_steps(dtype, step_size)
+
+    def off(*given: Tensor) -> Any:
+        *rest, gradient, total = block(*given)
+        return *rest, 1.01 * gradient, total
+
+    def one_short(*given: Tensor) -> Any:
+        return block(*given[:3], *[tensor[:-1] for tensor in given[3:]])
+
+    wrong = {"noise": out_of_order(block, 3), "rows": out_of_order(block, 6), "gradient": off}
+    with pytest.raises(package.CompilationError, match=r"its (10|9) steps.* come out off by"):
+        _check_block(wrong.get(fault, one_short), block, inputs, 2)
+
+
+def test_chains_at_infinity_do_not_hinder_the_check_of_others() -> None:
+    block, inputs = double_well_steps(torch.float64, 0.01)
+    inputs[0][3] = torch.inf
+    _check_block(rounded_otherwise(block, inputs), block, inputs, 2)
+    with pytest.raises(package.CompilationError, match="come out off by"):
+        _check_block(out_of_order(block, 3), block, inputs, 2)
+    inputs[0][:] = torch.nan
+    with pytest.raises(package.CompilationError, match="can't be checked where nothing is finite"):
+        _check_block(block, block, inputs, 2)
+
+
+class Disk:
+    """What is built and where, with a file system that refuses some folders."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, refused: Any, error: int) -> None:
+        self.built: list[Path] = []
+        self.refused, self.error = refused, error
+        monkeypatch.setattr(package, "_build", self.build)
+        monkeypatch.setattr(package, "_load", lambda path: self)
+        folder = tmp_path / "temporary"
+        folder.mkdir()
+        monkeypatch.setattr(package, "_temporary_folder", lambda: folder)
+
+    def build(self, graph: Any, inputs: Any, path: Path) -> None:
+        if self.refused(path):
+            raise OSError(self.error, os.strerror(self.error), str(path))
+        if self.built:
+            assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(path.parent), "torch writes there, too"
+        self.built.append(path)
+        path.touch()
+
+    def run(self, given: list[Tensor]) -> tuple[Tensor]:
+        return (given[0] + 1.0,)
+
+
+def plus_one() -> tuple[Any, list[Tensor]]:
+    inputs = [torch.zeros(2)]
+    return trace(lambda x: (x + 1.0,), inputs), inputs
+
+
+@pytest.mark.parametrize("fault", ["not a folder", "full"])
+def test_a_cache_that_cannot_be_written_to(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    if fault == "not a folder":
+        cache.touch()
+        cache = cache / "pyro_sym"
+    monkeypatch.setattr(package, "cache_dir", lambda: cache)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    disk = Disk(monkeypatch, tmp_path, lambda path: path.parent == cache, errno.ENOSPC)
+    strerror = {"not a folder": "Not a directory", "full": "No space left on device"}[fault]
+    with pytest.warns(UserWarning, match=rf"cache.*{strerror}.*kept in .*set TORCHINDUCTOR_CACHE_DIR"):
+        function = package.compiled(*plus_one())
+    torch.testing.assert_close(function(torch.ones(2)), (torch.full((2,), 2.0),))
+    assert [path.exists() for path in disk.built] == [True]
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    package.compiled(*plus_one())  # the second time it is there, and nothing is built or said
+    assert len(disk.built) == 1
+
+
+def test_without_any_folder_to_write_to_steps_are_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(package, "cache_dir", lambda: tmp_path / "cache")
+    Disk(monkeypatch, tmp_path, lambda path: True, errno.EROFS)
+    potential = Potential(make_model())
+    gradient = Gradient(potential, jit="compile")
+    with pytest.warns(UserWarning, match="can't be written to") as caught:
+        gradient(torch.zeros(1, potential.size, dtype=torch.float64), Minibatch({"rows": torch.arange(4)}))
+    assert gradient.mode == "trace"
+    assert "nor can a temporary folder" in str(caught[-1].message)
+    assert "TORCHINDUCTOR_CACHE_DIR" in str(caught[-1].message)
+
+
+def test_a_package_is_read_from_a_cache_that_is_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No warning: nothing has to be written."""
+    monkeypatch.setattr(package, "cache_dir", lambda: tmp_path)
+    disk = Disk(monkeypatch, tmp_path, lambda path: path.exists(), errno.EROFS)
+    for _ in range(2):
+        package.compiled(*plus_one())
+    assert len(disk.built) == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.ENOENT])
+def test_errors_of_folders_are_told_from_errors_of_compilers(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A missing compiler is an OSError as well, but no other folder helps."""
+    import torch._inductor
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        try:
+            raise OSError(number, os.strerror(number))
+        except OSError as error:
+            raise RuntimeError("wrapped, as torch does") from error
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
+    expected = package.CompilationError if number == errno.ENOENT else OSError
+    with pytest.raises(expected):
+        package._build(*plus_one(), tmp_path / "package.pt2")

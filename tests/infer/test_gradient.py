@@ -10,13 +10,15 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide.initialization import init_to_median
 from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_sym.infer import graph
-from pyro_sym.infer.gradient import Gradient, Jit
-from pyro_sym.infer.graph import UntraceableError
+from pyro_sym.infer.comparison import NEARER
+from pyro_sym.infer.gradient import Gradient, Jit, _duration, _Reference
+from pyro_sym.infer.graph import UntraceableError, message_of
 from pyro_sym.infer.minibatch import Minibatch, draw_indices
 from pyro_sym.infer.potential import Potential
 
@@ -288,7 +290,7 @@ def test_fallbacks_say_why(model: Callable[[], None], reason: str) -> None:
 
 def test_without_the_comparison_a_hidden_branch_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the comparison is for: the graph is silently that of one branch."""
-    monkeypatch.setattr("pyro_sym.infer.gradient._Reference.check", lambda self, function: None)
+    monkeypatch.setattr(_Reference, "check", lambda self, function: None)
     potential = Potential(hidden_branch)
     gradient = Gradient(potential)
     gradient(torch.ones(1, 3), Minibatch())
@@ -372,3 +374,111 @@ def test_a_simplex_is_no_reason_to_go_chain_by_chain(
     }
     assert len(lengths) == 1, "a graph that grows with the number of chains takes them one by one"
     assert "BatchedFallback" not in capfd.readouterr().err
+
+
+def correlated_model() -> None:
+    """Its matrix has a Cholesky factor close to the start only."""
+    x = pyro.sample("x", dist.Normal(torch.zeros(3), 0.5).to_event(1))
+    pair = torch.eye(3)[[1, 2, 0]] * x
+    factor = torch.linalg.cholesky(torch.eye(3) + pair + pair.T)
+    with pyro.plate("rows", ROWS, subsample_size=4) as row:
+        pyro.sample("y", dist.MultivariateNormal(torch.zeros(3), scale_tril=factor), obs=DATA[row, :3])
+
+
+@pytest.mark.parametrize("chains", [1, 8])
+def test_a_model_that_fails_far_from_the_start_is_compared_nearer(chains: int) -> None:
+    """At one chain's point or another's: the graph of all chains fails where one does."""
+    potential = Potential(correlated_model, init_strategy=init_to_median)
+    gradient = Gradient(potential)
+    position = 0.05 * torch.randn(chains, 3)
+    minibatch = minibatch_of(potential, chains)
+    assert_as_eager(gradient, position, minibatch)
+    assert gradient.mode == "trace"
+    probes = _Reference(gradient, position, minibatch).probes
+    function = gradient._prepared[next(iter(gradient._prepared))]
+    assert all(probe.compare(function) for probe in probes)
+    assert any(0 < len(probe.fractions) < len(NEARER) for probe in probes[1:])
+
+
+def test_a_graph_that_can_be_compared_nowhere_is_not_trusted() -> None:
+    calls: list[int] = []
+
+    def model() -> None:
+        x = pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        calls.append(1)
+        if sum(calls) > 2:  # once at the start, once to be recorded
+            raise RuntimeError("out of luck")
+        pyro.factor("f", -x.square().sum())
+
+    calls.append(-1000)
+    gradient = Gradient(Potential(model))
+    calls.clear()
+    with (
+        pytest.warns(UserWarning, match="fails at every point where its graph could be compared"),
+        pytest.raises(RuntimeError, match="out of luck"),
+    ):
+        gradient(torch.zeros(1, 3), Minibatch())
+    assert gradient.mode == "eager"
+
+
+class Kinked:
+    """A function that at points exactly as given is off, as at a kink where rounding decides."""
+
+    def __init__(self, function: Any, where: Callable[[Tensor], bool]) -> None:
+        self.function, self.where = function, where
+
+    def __call__(self, position: Tensor, *tensors: Tensor) -> Any:
+        energy, slope = self.function(position, *tensors)
+        return energy, slope + 0.1 * self.where(position)
+
+
+def test_a_difference_at_a_kink_does_not_count() -> None:
+    """One that stays at a nudged point does, be it on one chain or near the probe only."""
+    potential = Potential(logistic_model)
+    gradient = Gradient(potential)
+    position, minibatch = torch.randn(2, COLUMNS), minibatch_of(potential, 2)
+    gradient(position, minibatch)
+    function = gradient._prepared[next(iter(gradient._prepared))]
+    reference = _Reference(gradient, position, minibatch)
+    probe = reference.probes[1]
+    there = probe._position(0)
+    reference.check(Kinked(function, lambda x: torch.equal(x, there)))
+
+    def close_by(x: Tensor) -> bool:
+        return bool((x - there).abs().max() < 1e-6)
+
+    for where in (close_by, lambda x: True):
+        with pytest.raises(UntraceableError, match="the gradient is off by"):
+            reference.check(Kinked(function, where))
+
+
+def matching_model() -> None:
+    edges = pyro.sample("edges", dist.Normal(torch.zeros(3, 3), 1.0).to_event(2))
+    pyro.sample("pairs", dist.OneOneMatching(edges, bp_iters=5), obs=torch.tensor([0, 2, 1]))
+
+
+@pytest.mark.parametrize(
+    ("model", "where"),
+    [
+        (open_branch, r"at test_gradient\.py:\d+"),
+        (matching_model, "in the log probability of site 'pairs'"),
+    ],
+)
+def test_reasons_name_the_line_or_the_site(model: Callable[[], None], where: str) -> None:
+    potential = Potential(model)
+    gradient = Gradient(potential)
+    with pytest.warns(UserWarning, match=rf"{where}\); write it with torch\.where"):
+        gradient(torch.ones(1, potential.size), Minibatch())
+    assert "Trace Shapes" not in (gradient.reason or "")
+
+
+def test_messages_are_plain() -> None:
+    """Seconds without an exponent, and errors without the table that Pyro appends."""
+    assert [_duration(s) for s in (2e-4, 0.0123, 0.123, 12.34)] == ["0.2 ms", "12 ms", "123 ms", "12.3 s"]
+
+    def failing() -> None:
+        raise RuntimeError("first line\n  second line")
+
+    with pytest.raises(RuntimeError, match="Trace Shapes") as caught:
+        pyro.poutine.trace(failing).get_trace()
+    assert message_of(caught.value) == "first line second line"
