@@ -443,7 +443,8 @@ def marginal_terms(trace: poutine.Trace, ring: LogRing | None = None) -> dict[st
     """
     alone, joint, scale, parts = _marginalised(trace, ring)
     terms: dict[str, Tensor] = {site["name"]: site["log_prob_sum"] for site in alone}
-    terms[joint] = scale * sum(part.sum() for part in parts)
+    total: Any = sum(part.sum() for part in parts)
+    terms[joint] = scale * total
     return terms
 
 
