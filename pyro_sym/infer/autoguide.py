@@ -223,7 +223,7 @@ class AutoSymmetrized(AutoGuide):
             return values
         captured.refuse_uneven_weights_outside()
         draws = captured.draws(layout.native_dims)
-        ratio = self._certified_ratio(captured, draws)
+        ratio: Any = self._certified_ratio(captured, draws)
         if ratio is None:
             ratio = self._log_ratio(layout, draws, args, kwargs)
         scale = common_scale(captured.sites, self.symmetry.sites)

@@ -53,7 +53,8 @@ class Normals:
         coupling = Coupling.of(self.symmetry)
         assert coupling is not None
         self.coupling = coupling
-        self.log_order = self.symmetry.log_order(self.values)
+        # Of all elements: those that act alike are proposed apart.
+        self.log_order = sum(block.log_order(self.values) for block in coupling.blocks)
 
     def log_prob(self, values: dict[str, Tensor]) -> Tensor:
         total = torch.zeros(())

@@ -30,7 +30,7 @@ def correlated_factors() -> None:
 
 
 def test_a_swap_that_does_nothing_is_no_symmetry_of_its_own() -> None:
-    axes = {"loadings": -1, "correlation": (-2, -1)}
+    axes: dict[str, int | tuple[int, ...]] = {"loadings": -1, "correlation": (-2, -1)}
     found = find_symmetry(correlated_factors)
     assert str(found) == str(Product(Permutation(axes), SignFlip(axes)))
     values = {"loadings": torch.rand(4, 2), "correlation": torch.tensor([[1.0, 0.3], [0.3, 1.0]])}
