@@ -26,6 +26,7 @@ from pyro_sym.symmetry.model import at_best_precision
 from pyro_sym.symmetry.modules import networks
 from pyro_sym.symmetry.network import NetworkSymmetry, symmetry_of
 from pyro_sym.symmetry.product import Product
+from pyro_sym.symmetry.viewed import Shape, Viewed
 
 __all__ = ["find_symmetry"]
 
@@ -74,6 +75,9 @@ def find_symmetry(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Symme
     :class:`~pyro_sym.AutoSymmetrized` refuses it, because a minibatch does not show all that moves. Write the
     model with the local site in a full plate and subsample a second plate of the observations, or integrate
     the local site out; the group without that site is no symmetry.
+
+    Where signs along axes are not free, one sign of all the values of several sites may be, as that of the
+    loadings and scores of a single factor. It is looked for last, among sites outside of subsampled plates.
 
     What no product of axes can say is not found: the sign of a scalar site; the exchange of sites with names
     of their own (components drawn in a loop), or of some units of an axis only; relabelling inside of blocks,
@@ -128,12 +132,17 @@ def _find(program: Program, dtype: torch.dtype) -> Symmetry:
         Permutation: [axis for axis in axes if axis.may_be_moved_by(Permutation) and axis not in idle],
         SignFlip: [axis for axis in axes if axis.may_be_moved_by(SignFlip)],
     }
+    one_sign = [axis for axis in _whole_values(program) if not any(axis.site in group.axes for group in read)]
     members: list[Symmetry] = []
     for _ in range(MAX_SEARCHES):
         before, members = members, []
         for kind in free:
             for group in search.groups(kind, free[kind]):
                 members = _joined(members, group, idle, search.points[0].values)
+        # One sign of all of a site matters where its signs along axes are not free already.
+        signed = {site for member in members if isinstance(member, SignFlip) for site in member.axes}
+        for group in search.groups(SignFlip, [axis for axis in one_sign if axis.site not in signed]):
+            members = _joined(members, group, idle, search.points[0].values)
         order = list(program.latents)
         members.sort(key=lambda member: order.index(member.sites[0]))
         refutation = evidence.refute(Product(*members)) if members else None
@@ -229,9 +238,10 @@ def _repeats(flip: Symmetry, members: list[Symmetry], values: dict[str, Tensor])
 
 @dataclass(frozen=True)
 class _Axis:
-    """An axis of a latent site that may move, or both axes of a covariance.
+    """An axis of a latent site that may move, both axes of a covariance, or none: the value as a whole.
 
     ``whole`` says that the support ties units to each other, as in a simplex; ``signed`` that signs may flip.
+    ``shape`` is given for a value as a whole, which has one sign.
     """
 
     site: str
@@ -239,6 +249,7 @@ class _Axis:
     size: int
     whole: bool
     signed: bool
+    shape: tuple[int, ...] = ()
 
     def may_be_moved_by(self, kind: Kind) -> bool:
         """Whether a group of this kind may move it, and not be trivial."""
@@ -249,7 +260,7 @@ class _Axis:
         return not set(self.axes).isdisjoint(group.axes.get(self.site, ()))
 
     def __str__(self) -> str:
-        return f"{self.site}[{', '.join(map(str, self.axes))}]"
+        return f"{self.site}[{', '.join(map(str, self.axes))}]" if self.axes else f"{self.site} as a whole"
 
 
 def _candidates(program: Program) -> list[_Axis]:
@@ -270,11 +281,32 @@ def _candidates(program: Program) -> list[_Axis]:
     return [axis for latent in program.latents.values() for axis in _axes(latent, data)]
 
 
-def _axes(latent: LatentSite, data: set[str]) -> Iterator[_Axis]:
-    """The candidates of one site, given the names of plates that hold data."""
+def _whole_values(program: Program) -> Iterator[_Axis]:
+    """The sites that may have one sign for all of their value, as the loadings of a single factor do.
+
+    Not those in subsampled plates, which show another part of their value in each minibatch.
+    """
+    for latent in program.latents.values():
+        shape = tuple(latent.value.shape)
+        if _is_real(latent) and shape and latent.value.numel() and not in_subsampled_plate(latent.frames):
+            yield _Axis(latent.name, (), 1, whole=True, signed=True, shape=shape)
+
+
+def _is_real(latent: LatentSite) -> bool:
+    return _element_support(latent) is constraints.real
+
+
+def _element_support(latent: LatentSite) -> Any:
+    """The support without the dims that it only repeats over."""
     support: Any = latent.support
     while isinstance(support, constraints.independent):
         support = support.base_constraint
+    return support
+
+
+def _axes(latent: LatentSite, data: set[str]) -> Iterator[_Axis]:
+    """The candidates of one site, given the names of plates that hold data."""
+    support = _element_support(latent)
     several: list[tuple[int, ...]] = [(axis,) for axis in range(-latent.value.dim(), -support.event_dim)]
     if support is constraints.simplex:
         several.append((-1,))
@@ -452,9 +484,14 @@ def _tied(kind: Kind, axis: _Axis, element: Tensor, values: dict[str, Tensor]) -
 def _group(kind: Kind, axes: list[_Axis]) -> Symmetry:
     """The symmetry that moves these axes, and no others."""
     table: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, Shape] = {}
     for axis in axes:
-        table[axis.site] = tuple(sorted({*table.get(axis.site, ()), *axis.axes}))
-    return kind(table)
+        if axis.shape:  # one sign: that of an axis of length 1 in front, in which the value is viewed
+            first, *rest = axis.shape
+            table[axis.site], shapes[axis.site] = (-1 - len(axis.shape),), ((1, first), *rest)
+        else:
+            table[axis.site] = tuple(sorted({*table.get(axis.site, ()), *axis.axes}))
+    return Viewed(kind({**table}), shapes) if shapes else kind({**table})
 
 
 def _near_zero(site: Any) -> Tensor:

@@ -11,7 +11,7 @@ from pyro_sym.errors import SymmetryError
 from pyro_sym.symmetry.base import Axes, Element, Symmetry, Values
 from pyro_sym.symmetry.order import Moves
 
-__all__ = ["Viewed"]
+__all__ = ["Shape", "Viewed"]
 
 Shape = Sequence[int | Sequence[int]]
 

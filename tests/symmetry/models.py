@@ -12,7 +12,7 @@ import torch
 from pyro.ops.indexing import Vindex
 from torch import Tensor
 
-from pyro_sym import Permutation, Product, SignFlip, Symmetry
+from pyro_sym import Permutation, Product, SignFlip, Symmetry, Viewed
 
 
 class Case(NamedTuple):
@@ -188,6 +188,14 @@ def one_factor(y: Tensor, loc: float = 0.0) -> None:
     with pyro.plate("data", len(y)):
         scores = pyro.sample("scores", dist.Normal(zeros(1), 1.0).to_event(1))
         pyro.sample("y", dist.Normal(scores @ loadings.T, 1.0).to_event(1), obs=y)
+
+
+def one_factor_of_vectors(y: Tensor, loc: float = 0.0) -> None:
+    """The same as most people write it: no axis for the factor, one sign for all loadings and scores."""
+    loadings = pyro.sample("loadings", dist.Normal(loc + zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        scores = pyro.sample("scores", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(scores.unsqueeze(-1) * loadings, 1.0).to_event(1), obs=y)
 
 
 def correlated_factors(y: Tensor) -> None:
@@ -383,6 +391,14 @@ CASES = [
     ),
     Case(collapsed_factors, (POINTS,), both({"loadings": -1})),
     Case(one_factor, (POINTS,), SignFlip({"loadings": -1, "scores": -1})),
+    Case(
+        one_factor_of_vectors,
+        (POINTS,),
+        Viewed(
+            SignFlip({"loadings": -2, "scores": -2}),
+            {"loadings": ((1, 2),), "scores": ((1, len(POINTS)),)},
+        ),
+    ),
     Case(correlated_factors, (POINTS,), both({"corr": (-2, -1), "loadings": -1, "scores": -1})),
     Case(linear_dynamics, (Y,), both({"dynamics": (-2, -1), "emission": -2})),
     Case(tanh_network, (INPUTS, TARGETS), both(layer(0))),
@@ -415,6 +431,7 @@ NEAR_MISSES = [
     Case(left_to_right, (Y,), TRIVIAL),
     Case(nonnegative_factors, (POINTS,), TRIVIAL),
     Case(one_factor, (POINTS, 0.01), TRIVIAL),
+    Case(one_factor_of_vectors, (POINTS, 0.01), TRIVIAL),
     # What remains: scales that tell factors apart leave their signs, means that fix signs leave the labels.
     Case(collapsed_factors, (POINTS, torch.tensor([1.0, 1.1, 1.2])), SignFlip({"loadings": -1})),
     Case(tanh_network_with_signs, (INPUTS, TARGETS), Permutation({"w": -1, "out": -1})),

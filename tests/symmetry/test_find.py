@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import config_enumerate
+from pyro.infer.autoguide import AutoNormal
+from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor
 
 import pyro_sym as ps
@@ -29,7 +32,19 @@ from pyro_sym import (
 from pyro_sym.program import Program
 from pyro_sym.symmetry import find
 from pyro_sym.symmetry.modules import networks
-from tests.symmetry.models import CASES, INPUTS, NEAR_MISSES, TARGETS, Case, Y, ones, relu_network, zeros
+from tests.symmetry.models import (
+    CASES,
+    INPUTS,
+    NEAR_MISSES,
+    POINTS,
+    TARGETS,
+    Case,
+    Y,
+    one_factor_of_vectors,
+    ones,
+    relu_network,
+    zeros,
+)
 from tests.symmetry.test_model import Net, enumerated_mixture
 
 
@@ -310,3 +325,35 @@ def test_networks_in_a_model_are_found_with_their_prefix_and_inputs_by_name() ->
     assert network.args == () and torch.equal(network.kwargs["input"], IMAGES[:, 0, 0, :2])
     # The hooks are gone again.
     assert not torch.nn.modules.module._global_forward_pre_hooks and not net._forward_pre_hooks
+
+
+def test_one_sign_of_whole_values_is_averaged_and_aligned() -> None:
+    """One factor with a vector of loadings: half of the draws are turned, and alignment turns them back."""
+    symmetry = find_symmetry(one_factor_of_vectors, POINTS)
+    start = init_to_value(values={"loadings": torch.tensor([2.0, 1.0])})  # far from its turned copy
+    base = AutoNormal(one_factor_of_vectors, init_scale=0.01, init_loc_fn=start)
+    guide = ps.AutoSymmetrized(base, symmetry)
+    gain = guide.symmetry_gain(POINTS, num_samples=20)
+    assert math.isclose(gain.estimate, math.log(2), rel_tol=1e-6)
+
+    generator = torch.Generator().manual_seed(0)
+    draws = {"loadings": torch.tensor([2.0, 1.0]), "scores": torch.linspace(-1, 1, len(POINTS))}
+    draws = {name: v + 0.01 * torch.randn(400, len(v), generator=generator) for name, v in draws.items()}
+    signs = torch.randint(2, (400, 1), generator=generator) * 2 - 1
+    turned = {name: signs * values for name, values in draws.items()}
+    aligned = ps.align(turned, symmetry).samples
+    assert turned["loadings"][:, 0].std() > 1.9  # the control: the labels of raw draws are lost
+    for name, values in draws.items():
+        assert torch.allclose(aligned[name] * (aligned["loadings"][0, 0].sign()), values)
+
+
+def test_one_sign_is_not_looked_for_in_a_subsampled_plate() -> None:
+    """What a minibatch shows of a value has no shape of its own for the group to name."""
+
+    def model(y: Tensor) -> None:
+        loadings = pyro.sample("loadings", dist.Normal(zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(y), subsample_size=2) as rows:
+            scores = pyro.sample("scores", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(scores.unsqueeze(-1) * loadings, 1.0).to_event(1), obs=y[rows])
+
+    assert repr(find_symmetry(model, POINTS)) == "Product()"
