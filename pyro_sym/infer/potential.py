@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 from torch.distributions.transforms import IndependentTransform, Transform, identity_transform
 
+from pyro_sym._random import fork_random_state
 from pyro_sym.infer.minibatch import draw_indices
 from pyro_sym.program import Program, Values, uniform_draw
 
@@ -96,7 +97,7 @@ class Potential:
         """Look at a second point: the transforms are those of the prototype, for good."""
         moved = {name: value + 0.1 for name, value in prototype.items()}
         values = self.constrain(moved)
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), pyro.validation_enabled(False):
+        with fork_random_state(), torch.no_grad(), pyro.validation_enabled(False):
             trace = self.program.trace(values, self.draw_indices())
         for name in self._curved:
             there = biject_to(cast(Any, trace.nodes[name]["fn"]).support)(moved[name])
