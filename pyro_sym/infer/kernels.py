@@ -84,7 +84,7 @@ class SGLD(StochasticGradientKernel):
         return cls(model, step_size=dynamics.sgld_from_sgd(lr, num_data), **options)
 
     def initial_state(
-        self, position: Tensor, noise: Tensor, temperature: float, inverse_mass: Factor, sizes: list[int]
+        self, position: Tensor, noise: Tensor, temperature: Factor, inverse_mass: Factor, sizes: list[int]
     ) -> State:
         """The positions alone."""
         return (position,)
@@ -147,7 +147,7 @@ class LeimkuhlerMatthews(SGLD):
     """
 
     def initial_state(
-        self, position: Tensor, noise: Tensor, temperature: float, inverse_mass: Factor, sizes: list[int]
+        self, position: Tensor, noise: Tensor, temperature: Factor, inverse_mass: Factor, sizes: list[int]
     ) -> State:
         """The positions, and the noise of a step before the first."""
         return position, noise
@@ -441,7 +441,7 @@ class SGNHT(StochasticGradientKernel):
         self._groups: list[int] | None = None
 
     def initial_state(
-        self, position: Tensor, noise: Tensor, temperature: float, inverse_mass: Factor, sizes: list[int]
+        self, position: Tensor, noise: Tensor, temperature: Factor, inverse_mass: Factor, sizes: list[int]
     ) -> State:
         """Positions, momenta, and thermostats at the friction."""
         self._groups = sizes if self.thermostats == "site" else [position.shape[-1]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_sym.infer.chains import Chains
+from pyro_sym.infer.chains import Chains, Temperature
 from pyro_sym.infer.gradient import groups
 from pyro_sym.infer.temperature import thermometers
 
@@ -24,7 +24,7 @@ class Recorder:
     def __init__(self, chains: Chains) -> None:
         self._chains = chains
         self._pending: list[list[Tensor]] = []
-        self._settings: list[tuple[float, float]] = []
+        self._settings: list[tuple[float, Temperature]] = []
         self._blocks: dict[str, list[Tensor]] = {}
 
     def append(self) -> None:
@@ -61,9 +61,9 @@ class Recorder:
         block |= {"lp": -energy, "potential_energy": energy, "energy": energy}
         if "kinetic_temperature" in block:
             block["energy"] = energy + block["kinetic_temperature"] * self._chains.potential.size / 2
-        step_size, temperature = torch.tensor(self._settings, dtype=torch.float64).T
-        block["step_size"] = step_size.unsqueeze(-1).expand_as(energy)
-        block["temperature"] = temperature.unsqueeze(-1).expand_as(energy)
+        step_sizes, temperatures = zip(*self._settings, strict=True)
+        block["step_size"] = _by_chain(step_sizes, energy)
+        block["temperature"] = _by_chain(temperatures, energy)
         for name, values in block.items():
             self._blocks.setdefault(name, []).append(values)
         self._pending, self._settings = [], []
@@ -76,6 +76,14 @@ class Recorder:
             thermometers(*chain, sizes=sizes) for chain in zip(*(p.unbind(1) for p in parts), strict=True)
         ]
         return {name: torch.stack([one[name] for one in each], 1) for name in each[0]}
+
+
+def _by_chain(settings: tuple[Temperature, ...], like: Tensor) -> Tensor:
+    """Settings of draws, of all chains or one for each, as ``(draws, C)``."""
+    if any(isinstance(setting, tuple) for setting in settings):
+        every = [s if isinstance(s, tuple) else (s,) * like.shape[1] for s in settings]
+        return torch.tensor(every, dtype=torch.float64)
+    return torch.tensor(settings, dtype=torch.float64).unsqueeze(-1).expand_as(like)
 
 
 def _stack(tensors: tuple[Tensor, ...]) -> Tensor:
