@@ -36,26 +36,27 @@ class Start:
     Attributes:
         energy: :math:`U`, of shape ``(C,)``.
         slopes: the norm of its gradient by site, of shape ``(C, sites)``.
-        position: of shape ``(C, d)``, or ``None`` where the chains are too large to keep it.
+        position: of shape ``(C, d)``.
     """
 
     energy: Tensor
     slopes: Tensor
-    position: Tensor | None
+    position: Tensor
 
     @classmethod
-    def of(cls, energy: Tensor, gradient: Tensor, position: Tensor | None, sizes: list[int]) -> Start:
+    def of(cls, energy: Tensor, gradient: Tensor, position: Tensor, sizes: list[int]) -> Start:
         """Keep what describes the start of chains."""
         by_site = gradient.split(sizes, -1)  # each of shape (C, size of the site)
         return cls(energy.clone(), torch.stack([slope.norm(dim=-1) for slope in by_site], -1), position)
 
 
 def blame_start(chains: Chains, chain: int, minibatch: Minibatch) -> str | None:
-    """Find out by trial whether other starts would have stayed finite at the same step size.
+    """Find out by trial whether the start was to blame, and which other starts stay finite.
 
-    The same kernel takes the same number of steps and more from other starting points, on the minibatch of
-    the step that failed. If they stay finite, at energies below that of the failed start, the start was to
-    blame, and the strategy that drew the others is the cure. Random numbers and loaders are left alone.
+    The same kernel takes the same number of steps and more, on the minibatch of the step that failed: from
+    the same start, and from others. If the same start fails again, and others stay finite, at energies below
+    its own, the start was to blame, and the strategy that drew the others is the cure. Random numbers and
+    loaders are left alone.
 
     Args:
         chains: whose chain has diverged.
@@ -63,40 +64,47 @@ def blame_start(chains: Chains, chain: int, minibatch: Minibatch) -> str | None:
         minibatch: what the chains saw in the last step.
 
     Returns:
-        A sentence that names the start, its worst site and the cure, or ``None`` if other starts fail too.
+        A sentence that names the start, its worst site and the cure; ``None`` if other starts fail too, or
+        if this one would not have failed with other noise.
     """
     if chains.step >= EARLY or chains.start is None:
         return None
-    for strategy in (init_to_median, init_to_sample):
-        if strategy is chains.kernel.init_strategy:
-            continue
-        with fork_random_state():
-            energy = _energy_from(strategy, chains, chain, minibatch)
-        if energy is not None:
-            return _sentence(chains, chain, strategy.__name__, energy)
+    with fork_random_state():
+        again = chains.start.position[chain].expand(NUM_STARTS, -1)
+        failed, _ = _try(chains, chain, again, minibatch)
+        if failed == 0:
+            return None
+        for strategy in (init_to_median, init_to_sample):
+            if strategy is chains.kernel.init_strategy:
+                continue
+            try:
+                others = torch.stack([_draw(strategy, chains.potential) for _ in range(NUM_STARTS)])
+            except (RuntimeError, ValueError, ArithmeticError):
+                continue
+            failed, energy = _try(chains, chain, others, minibatch)
+            if failed == 0 and energy < float(chains.start.energy[chain]):
+                return _sentence(chains, chain, strategy.__name__, energy)
     return None
 
 
-def _energy_from(
-    strategy: Callable[[Any], Tensor], chains: Chains, chain: int, minibatch: Minibatch
-) -> float | None:
-    """The energy that chains from other starts come to, or ``None`` if they fail."""
-    assert chains.start is not None
-    rows = 1 if chains.start.position is None else len(chains.position)
+def _try(chains: Chains, chain: int, starts: Tensor, minibatch: Minibatch) -> tuple[int, float]:
+    """How many chains fail from these starts, of shape ``(S, d)``, and the median energy of all."""
     kernel = copy.copy(chains.kernel)
     kernel.temperature = chains.temperature_of_chain(chain)
-    try:
-        starts = torch.stack([_draw(strategy, chains.potential) for _ in range(min(rows, NUM_STARTS))])
-        position = starts.repeat(math.ceil(rows / len(starts)), 1)[:rows].contiguous()
-        trial = type(chains)(
-            kernel, chains.potential, chains._gradient_of, _Again(minibatch), position, "mask"
-        )
-        trial.advance(int(LONGER * (chains.step + 1)) + MORE, warming_up=True)
-    except (RuntimeError, ValueError, ArithmeticError):
-        return None
-    energy = float(trial.energy.median())
-    failed = 10 * len(trial.diverged) > rows  # one in ten may
-    return None if failed or not energy < float(chains.start.energy[chain]) else energy
+    source: Any = _Again(minibatch)
+    steps = int(LONGER * (chains.step + 1)) + MORE
+    failed, energies = 0, []
+    # As many chains at once as there are in the run, so that the same graph serves.
+    rows = torch.arange(math.ceil(len(starts) / len(chains.position)) * len(chains.position)) % len(starts)
+    for part in rows.split(len(chains.position)):
+        try:
+            trial = type(chains)(kernel, chains.potential, chains._gradient_of, source, starts[part], "mask")
+            trial.advance(steps, warming_up=True)
+        except (RuntimeError, ValueError, ArithmeticError):
+            return len(starts), math.nan
+        failed += len(trial.diverged)
+        energies.append(trial.energy)
+    return failed, float(torch.cat(energies).median())
 
 
 def _draw(strategy: Callable[[Any], Tensor], potential: Potential) -> Tensor:
@@ -112,10 +120,9 @@ def _sentence(chains: Chains, chain: int, cure: str, energy: float) -> str:
     slopes = start.slopes[chain]
     site = list(potential.shapes)[int(slopes.argmax())]
     value = ""
-    if start.position is not None:
-        values = potential.constrain(potential.unflatten(start.position[chain]))[site]
-        if values.numel() <= 4:
-            value = f" (= {', '.join(f'{v:.4g}' for v in values.flatten().tolist())})"
+    values = potential.constrain(potential.unflatten(start.position[chain]))[site]
+    if values.numel() <= 4:
+        value = f" (= {', '.join(f'{v:.4g}' for v in values.flatten().tolist())})"
     return (
         f"the start is to blame: the potential energy is {float(start.energy[chain]):.4g} there, and its "
         f"gradient has norm {float(slopes.norm()):.4g}, the largest part at site {site!r}{value}. Chains "

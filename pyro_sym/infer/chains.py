@@ -115,8 +115,8 @@ class Chains:
             minibatch = self.source.draw()
             for group in self._groups:
                 self._arrive(group, tuple(part[group] for part in self.state), minibatch.of(group))
-            kept = self.position if self._together else None  # large chains are written over
-            self.start = Start.of(self.energy, self.gradient, kept, sizes)
+            if self._together:  # the positions of large chains are written over
+                self.start = Start.of(self.energy, self.gradient, self.position, sizes)
             self._tune(warming_up=True)
 
     def _initial_state(self, position: Tensor, sizes: list[int]) -> State:
@@ -195,12 +195,15 @@ class Chains:
     def _gradients(self) -> list[ChainGradient]:
         return [self._gradient_of] if self._fused is None else [self._gradient_of, self._fused.gradient]
 
-    def advance(self, steps: int, *, warming_up: bool) -> None:
+    def advance(
+        self, steps: int, *, warming_up: bool, tick: Callable[[int], None] = lambda steps: None
+    ) -> None:
         """Take steps.
 
         Args:
             steps: how many.
             warming_up: whether the preconditioner may still learn.
+            tick: is called with the number of steps that were just taken, one or those of a block.
 
         Raises:
             DivergenceError: if a position, gradient or energy is not finite, unless chains are masked.
@@ -213,10 +216,12 @@ class Chains:
             if self._compiles(warming_up):
                 self._take_block(block)
                 steps -= block
+                tick(block)
             else:
                 with _quiet():
                     self._take_step(warming_up)
                 steps -= 1
+                tick(1)
 
     def _take_step(self, warming_up: bool) -> None:
         self.step_size = self.kernel.step_size_at(self.step)

@@ -190,8 +190,8 @@ def refuse_copies(chains: Chains, steps: int, *, given: bool) -> None:
     raise ValueError(
         f"chains {first} and {second} start at the same point and would stay copies of each other: at "
         f"temperature 0 there is no noise, and {why}. Start each somewhere else, by an init_strategy that "
-        "draws (as init_to_sample) or initial_params that differ by chain; or let each draw its own rows, by a "
-        "plate with subsample_size; or sample, at a temperature > 0"
+        "draws (as init_to_sample) or initial_params that differ by chain; or let each draw its own rows, by "
+        "a plate with subsample_size; or sample, at a temperature > 0"
     )
 
 
