@@ -348,7 +348,8 @@ class Chains:
             by_chain = torch.tensor(
                 self.temperature, dtype=self._noiseless.dtype, device=self._noiseless.device
             )
-            self._ladder = (self.temperature, by_chain.unsqueeze(-1))
+            self._ladder = (self.temperature, by_chain.unsqueeze(-1))  # (C, 1)
+            self._check_coldest(self.temperature)
         return self._ladder[1][group]
 
     def _mass_of(self, group: slice) -> Tensor | float:
@@ -356,6 +357,16 @@ class Chains:
         if mass is None:
             return 1.0
         return mass[group] if mass.dim() == 2 else mass
+
+    def _check_coldest(self, temperatures: tuple[float, ...]) -> None:
+        """Let the kernel refuse noise of a negative variance: it sees numbers, and can't look into tensors."""
+        warm = [temperature for temperature in temperatures if temperature > 0]
+        if warm and self.step_size > 0:
+            row = tuple(part[:1] for part in self.state)
+            zeros, mass = torch.zeros_like(row[0]), self._mass_of(slice(1))
+            self.kernel.move(
+                row, zeros, zeros, step_size=self.step_size, temperature=min(warm), inverse_mass=mass
+            )
 
     def _noise(self, group: slice) -> Tensor:
         """Draw standard normal noise, or zeros where it drops out: T = 0 consumes no random number."""

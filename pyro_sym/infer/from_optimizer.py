@@ -81,10 +81,10 @@ def _param_groups(optimizer: Any) -> list[Mapping[str, Any]]:
         constructor, settings = optimizer
     else:
         if type(optimizer) is not torch.optim.SGD:
-            raise _not_sgd(optimizer, type(optimizer).__name__)
+            raise _not_sgd(type(optimizer).__name__)
         return list(optimizer.param_groups)
     if constructor is not torch.optim.SGD:
-        raise _not_sgd(optimizer, getattr(constructor, "__name__", repr(constructor)))
+        raise _not_sgd(getattr(constructor, "__name__", repr(constructor)))
     if not isinstance(settings, Mapping):
         raise ValueError(
             f"the settings of optimizer are {settings!r}, by parameter; pass a dict, as "
@@ -93,9 +93,9 @@ def _param_groups(optimizer: Any) -> list[Mapping[str, Any]]:
     return list(torch.optim.SGD([torch.zeros(1, requires_grad=True)], **settings).param_groups)
 
 
-def _not_sgd(optimizer: Any, name: str) -> TypeError:
+def _not_sgd(name: str) -> TypeError:
     return TypeError(
-        f"optimizer is {name} ({optimizer!r}); from_sgd is for torch.optim.SGD, the only optimiser that "
+        f"optimizer is {name}; from_sgd is for torch.optim.SGD, the only optimiser that "
         "kernels are the noisy version of. For adaptive steps take a preconditioner, as RMSprop"
     )
 
