@@ -91,6 +91,7 @@ class Chains:
         self._num_chains = len(position)
         self._noiseless = position.new_zeros(()).expand_as(position)
         self._ladder: tuple[Any, Tensor] | None = None
+        self._allowed: tuple[float, ...] | None = None
         self.temperature = self._checked(kernel.temperature_at(0))
         self.diverged: dict[int, Divergence] = {}
         self._gradient_of = gradient
@@ -235,6 +236,8 @@ class Chains:
         self.step += 1
 
     def _moved(self, noise: Tensor, group: slice) -> State:
+        if isinstance(self.temperature, tuple) and self.temperature is not self._allowed:
+            self._check_coldest(self.temperature)
         return self.kernel.move(
             tuple(part[group] for part in self.state),
             self.gradient[group],
@@ -349,7 +352,6 @@ class Chains:
                 self.temperature, dtype=self._noiseless.dtype, device=self._noiseless.device
             )
             self._ladder = (self.temperature, by_chain.unsqueeze(-1))  # (C, 1)
-            self._check_coldest(self.temperature)
         return self._ladder[1][group]
 
     def _mass_of(self, group: slice) -> Tensor | float:
@@ -359,9 +361,9 @@ class Chains:
         return mass[group] if mass.dim() == 2 else mass
 
     def _check_coldest(self, temperatures: tuple[float, ...]) -> None:
-        """Let the kernel refuse noise of a negative variance: it sees numbers, and can't look into tensors."""
-        warm = [temperature for temperature in temperatures if temperature > 0]
-        if warm and self.step_size > 0:
+        """Let the kernel refuse noise of a negative variance, which it sees of numbers only."""
+        self._allowed = temperatures
+        if warm := [temperature for temperature in temperatures if temperature > 0]:
             row = tuple(part[:1] for part in self.state)
             zeros, mass = torch.zeros_like(row[0]), self._mass_of(slice(1))
             self.kernel.move(

@@ -1,4 +1,4 @@
-"""What users do with a run: callbacks, tables of few draws, temperatures by chain, an optimiser's settings."""
+"""What users do with a run: callbacks, tables of few draws, temperatures by chain, an SGD's settings."""
 
 from __future__ import annotations
 
@@ -450,7 +450,7 @@ GOOD = {"lr": 0.1, "momentum": 0.9}
         (
             {"optimizer": torch.optim.Adam(weights())},
             TypeError,
-            "optimizer is Adam; from_sgd is for torch.optim.SGD",
+            "optimizer is Adam; from_sgd is for",
         ),
         ({"optimizer": pyro.optim.ClippedAdam({"lr": 0.1})}, TypeError, "optimizer is ClippedAdam"),
         ({"optimizer": pyro.optim.SGD(GOOD, {"clip_norm": 1.0})}, ValueError, "clips gradients"),
