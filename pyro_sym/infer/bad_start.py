@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_sym._random import fork_random_state
 from pyro_sym.infer.minibatch import Minibatch
-from pyro_sym.infer.potential import Potential
+from pyro_sym.infer.potential import ContinuousOnly, Potential
 
 if TYPE_CHECKING:
     from pyro_sym.infer.chains import Chains
@@ -110,7 +110,7 @@ def _try(chains: Chains, chain: int, starts: Tensor, minibatch: Minibatch) -> tu
 def _draw(strategy: Callable[[Any], Tensor], potential: Potential) -> Tensor:
     """A flat point drawn by another strategy, of shape ``(d,)``."""
     program = copy.copy(potential.program)
-    program.init_strategy = type(potential.program.init_strategy)(strategy)  # type: ignore[call-arg]
+    program.init_strategy = ContinuousOnly(strategy)
     return potential.flatten(potential.unconstrain(program.draw()[0])).detach()
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from pyro.optim.optim import PyroOptim
 
 __all__ = ["learning_rate_and_momentum", "sgd_arguments"]
 
-Optimizer = torch.optim.Optimizer | PyroOptim | tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
+Optimizer: TypeAlias = (
+    torch.optim.Optimizer | PyroOptim | tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
+)
 
 
 def sgd_arguments(

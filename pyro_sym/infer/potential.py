@@ -16,7 +16,7 @@ from pyro_sym._random import fork_random_state
 from pyro_sym.infer.minibatch import draw_indices
 from pyro_sym.program import Program, Values, uniform_draw
 
-__all__ = ["Potential"]
+__all__ = ["ContinuousOnly", "Potential"]
 
 
 class Potential:
@@ -69,7 +69,7 @@ class Potential:
         *,
         init_strategy: Callable[[Any], Tensor] = init_to_uniform,
     ) -> None:
-        self.program = Program(model, args, kwargs, init_strategy=_ContinuousOnly(init_strategy))
+        self.program = Program(model, args, kwargs, init_strategy=ContinuousOnly(init_strategy))
         latents = self.program.latents
         if not latents:
             raise ValueError("the model has no continuous latent site, so there is nothing to sample")
@@ -275,7 +275,7 @@ class Potential:
         ]
 
 
-class _ContinuousOnly:
+class ContinuousOnly:
     """Applies an initialisation strategy where it works; Pyro's refuse discrete and improper sites."""
 
     def __init__(self, init_strategy: Callable[[Any], Tensor]) -> None:

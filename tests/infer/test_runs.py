@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyro
@@ -250,7 +250,12 @@ def test_the_bar_goes_by_time_within_a_draw_too(
     assert mcmc._chains is not None
     clock = Clock(monkeypatch)
     shown = []
-    monkeypatch.setattr(type(mcmc._chains), "report", lambda self: shown.append(clock.now) or {})
+
+    def report(self: Chains) -> dict[str, str]:
+        shown.append(clock.now)
+        return {}
+
+    monkeypatch.setattr(type(mcmc._chains), "report", report)
     with Bar(draws=3, done=0, thinning=1000, disable=False) as bar:
         for _ in range(2000):
             clock.now += Bar.SECONDS / 400
@@ -325,7 +330,7 @@ def test_a_ladder_can_be_given_in_many_ways(given: Any) -> None:
 
 @pytest.mark.parametrize("given", [torch.tensor(0.5), np.float64(0.5), 0.5])
 def test_one_number_is_a_number(given: Any) -> None:
-    kernel = BAOA(model, step_size=torch.tensor(0.1), temperature=given)
+    kernel = BAOA(model, step_size=cast(float, torch.tensor(0.1)), temperature=given)
     assert kernel.temperature == 0.5 and isinstance(kernel.step_size, float)
 
 
@@ -414,7 +419,7 @@ def weights() -> list[Tensor]:
 @pytest.mark.parametrize("kind", [BAOA, SGHMC])
 def test_an_optimizer_is_its_settings(kind: Any) -> None:
     expected = kind.from_sgd(model, lr=0.1, momentum=0.9, num_data=50, temperature=0.0)
-    settings = {"lr": 0.1, "momentum": 0.9}
+    settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
     for optimizer in (
         torch.optim.SGD(weights(), **settings),
         torch.optim.SGD([{"params": weights()}, {"params": weights()}], **settings),
@@ -441,7 +446,8 @@ def test_an_optimizer_has_its_learning_rate_of_now() -> None:
     assert kernel.step_size == SGLD.from_sgd(model, lr=0.05, num_data=50).step_size
 
 
-GOOD = {"lr": 0.1, "momentum": 0.9}
+TWO_GROUPS: list[dict[str, Any]] = [{"params": weights()}, {"params": weights(), "lr": 0.2}]
+GOOD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 
 
 @pytest.mark.parametrize(
@@ -465,7 +471,7 @@ GOOD = {"lr": 0.1, "momentum": 0.9}
         ({"optimizer": torch.optim.SGD(weights(), nesterov=True, **GOOD)}, ValueError, "nesterov=True"),
         ({"optimizer": torch.optim.SGD(weights(), maximize=True, **GOOD)}, ValueError, "maximize=True"),
         (
-            {"optimizer": torch.optim.SGD([{"params": weights()}, {"params": weights(), "lr": 0.2}], **GOOD)},
+            {"optimizer": torch.optim.SGD(TWO_GROUPS, **GOOD)},
             ValueError,
             r"different lr, \[0.1, 0.2\]",
         ),
