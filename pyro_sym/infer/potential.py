@@ -282,6 +282,7 @@ class ContinuousOnly:
         self.init_strategy = init_strategy
 
     def __call__(self, site: Any) -> Tensor:
+        """A value of a site, from the strategy where it has one."""
         if site["fn"].support.is_discrete:
             return site["fn"].sample()
         try:
