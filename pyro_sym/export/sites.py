@@ -11,6 +11,7 @@ from pyro import poutine
 from pyro.distributions import Unit
 from pyro.poutine.subsample_messenger import _Subsample
 
+from pyro_sym._random import fork_random_state
 from pyro_sym.program import base_of
 
 __all__ = ["infer_of", "latents", "unseen", "variables"]
@@ -19,8 +20,7 @@ __all__ = ["infer_of", "latents", "unseen", "variables"]
 @contextmanager
 def unseen() -> Iterator[None]:
     """No gradients, nothing seen by handlers outside, and the random state put back."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices), poutine.block():
+    with torch.no_grad(), fork_random_state(), poutine.block():
         yield
 
 

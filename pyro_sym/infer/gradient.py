@@ -19,6 +19,7 @@ from torch.distributions import Distribution
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from pyro_sym._random import fork_random_state
 from pyro_sym.infer.algebra import fewer_passes
 from pyro_sym.infer.batching import UnbatchableError, over_chains
 from pyro_sym.infer.comparison import NEARER, NUDGES, nudge, relative_error, tolerance
@@ -206,7 +207,7 @@ class Gradient:
         rows = [t[0] if own else t for t, own in zip(inputs.tensors, per_chain, strict=True)]
         # Attention by plain products: torch's fused kernel has no rule for many chains at once.
         plain = sdpa_kernel(SDPBackend.MATH)
-        with unvalidated(), plain, torch.random.fork_rng(devices=[]):
+        with unvalidated(), plain, fork_random_state():
             single = trace(one_chain, [position[0], *rows])
         refuse_side_effects(single)
         single = without_writes(single, [position[0], *rows])  # vmap does many of them chain by chain
@@ -327,7 +328,7 @@ class _Reference:
         gradient.eager(position[:1], minibatch.of(slice(1)))  # what raises here is the model's own
         self.seconds = time.perf_counter() - start
         self.probes = []
-        with torch.random.fork_rng(devices=[]):
+        with fork_random_state():
             torch.default_generator.manual_seed(0)
             for spread in (0.0, 1.0, -1.0, 5.0):
                 other = _redraw(minibatch, gradient.potential)

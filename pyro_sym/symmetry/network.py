@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pyro_sym._random import fork_random_state
 from pyro_sym.errors import SymmetryError
 from pyro_sym.symmetry.base import Element, Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
@@ -232,7 +233,7 @@ def symmetry_of(
         Symmetries*, ICLR 2023. J. G. Wiese et al., *Towards Efficient MCMC Sampling in Bayesian Neural
         Networks by Exploiting Symmetry*, ECML PKDD 2023.
     """
-    with torch.random.fork_rng(devices=[]):
+    with fork_random_state():
         twin, args, kwargs, dtype = _twin(net, example_args, example_kwargs)
         with default_dtype(dtype):
             traced = trace(twin, args, kwargs)

@@ -109,7 +109,9 @@ class _Walk:
     def _input(self, node: fx.Node) -> list[Operand]:
         name = self.first_names.get(self.names.get(node.name, ""))
         if name is None:
-            self.atoms.cause = f"a constant, {self.constants[node.name]}" if node.name in self.constants else ""
+            self.atoms.cause = (
+                f"a constant, {self.constants[node.name]}" if node.name in self.constants else ""
+            )
             return self._pinned(node)
         if name not in self.state:
             movable = node.users and (name not in self.buffers or _is_statistic(node))
