@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from pyro_sym.infer.batching import UnbatchableError
+from pyro_sym.infer.codegen import straight_line
 from pyro_sym.infer.comparison import NUDGES, nudge, relative_error, tolerance
 from pyro_sym.infer.gradient import Gradient, _Reference
-from pyro_sym.infer.graph import Function, UntraceableError, simplify, straight_line, trace
+from pyro_sym.infer.graph import Function, UntraceableError, simplify, trace
 from pyro_sym.infer.minibatch import Minibatch
 
 __all__ = ["FusedSteps", "State", "Step", "block_length"]

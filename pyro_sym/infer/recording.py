@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pyro_sym._random import fork_random_state
 from pyro_sym.infer.algebra import fewer_passes
 from pyro_sym.infer.cancellation import cancelled
+from pyro_sym.infer.codegen import straight_line
 from pyro_sym.infer.comparison import NEARER, NUDGES, nudge, relative_error, tolerance
 from pyro_sym.infer.gradient import unvalidated
 from pyro_sym.infer.graph import (
@@ -31,7 +32,6 @@ from pyro_sym.infer.graph import (
     message_of,
     refuse_side_effects,
     simplify,
-    straight_line,
     trace,
     without_writes,
 )

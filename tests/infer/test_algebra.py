@@ -15,8 +15,9 @@ from torch import Tensor, fx
 
 from pyro_sym.infer import algebra
 from pyro_sym.infer.algebra import fewer_passes
+from pyro_sym.infer.codegen import straight_line
 from pyro_sym.infer.gradient import Gradient
-from pyro_sym.infer.graph import UntraceableError, aten, simplify, straight_line, trace
+from pyro_sym.infer.graph import UntraceableError, aten, simplify, trace
 from pyro_sym.infer.minibatch import Minibatch
 from pyro_sym.infer.potential import Potential
 
