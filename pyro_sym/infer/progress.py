@@ -154,10 +154,13 @@ class Bar:
             miniters=1,
         )
         self._waiting = 0
-        self._next = 0.0 if not disable else float("inf")
+        self._next = 0.0
+        self._shown = not disable
 
     def tick(self, chains: Chains, steps: int, *, warming_up: bool) -> None:
         """Note that steps were taken, and show them if it is time."""
+        if not self._shown:
+            return
         self._waiting += steps
         if time.perf_counter() < self._next:
             return
