@@ -231,8 +231,8 @@ figure.savefig(OUT / "labels.png", dpi=150)
 #
 # We need a judge, the log evidence itself. Importance sampling with the guide as its proposal would be
 # simplest, but a mean-field guide is a poor proposal: with four components 300 of its draws were worth 7, and
-# the estimate was 9 nats too low. **Bridge sampling** also takes draws of the posterior, which the chains have
-# made. Its proposal is a Student t with mean and covariance of one half of the aligned draws, averaged over
+# the estimate was 9 nats too low. **Bridge sampling** also takes draws of the posterior, which the chains
+# have made. Its proposal is a Student t with mean and covariance of one half of the aligned draws, averaged over
 # all K! labels, as the posterior is the same for all of them. With $p$ the joint density, $q$ the proposal,
 # and $a + b = 1$ the shares of draws from the posterior and from the proposal,
 #
@@ -352,8 +352,8 @@ for K in sorted(table):
 # than that where some overlap. Plain ELBOs understate what a further component brings by the difference of
 # two gains, more than a nat from three to four.
 #
-# Symmetrising mends that part of the gap between ELBO and evidence, and no other. For two and three components
-# the symmetrised ELBO is within two nats or so of the evidence. With four the mean-field guide is stuck at a
+# Symmetrising mends that part of the gap between ELBO and evidence, and no other. For two and three
+# components the symmetrised ELBO is within two nats or so of the evidence. With four the mean-field guide is stuck at a
 # poor optimum, ten nats below: **by the ELBO three components are best, by the evidence four**. A bound that
 # is loose for one model and tight for another does not compare them; an estimate with an error does.
 #
