@@ -354,12 +354,13 @@ for K in sorted(table):
 #
 # Symmetrising mends that part of the gap between ELBO and evidence, and no other. For two and three
 # components the symmetrised ELBO is within two nats or so of the evidence. With four the mean-field guide is
-# stuck at a poor optimum, ten nats below: **by the ELBO three components are best, by the evidence four**, and
-# cross-validation is for four as well. A bound that is loose for one model and tight for another does not
+# stuck at a poor optimum, ten nats below: **by the ELBO three components are best, by the evidence four**,
+# and cross-validation is for four as well. A bound that is loose for one model and tight for another does not
 # compare them; an estimate with an error does.
 #
 # The error grows with components too many, as the posterior then has modes that are no copies of each other
-# and a single Student t fits it less well. The last column counts the flowers with a Pareto k above 0.7, for which
+# and a single Student t fits it less well. The last column counts the flowers with a Pareto k above 0.7, for
+# which
 # leave-one-out is not to be relied on. (At the small size of this tutorial the chains of four components are
 # too short to have left where the guide put them; trust the numbers of the full size.)
 
