@@ -26,6 +26,8 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
+from pyro_sym._random import fork_random_state
+
 __all__ = [
     "GivenIndices",
     "LatentSite",
@@ -194,7 +196,7 @@ class Program:
         self.args = args
         self.kwargs = dict(kwargs or {})
         self.init_strategy = init_strategy
-        with torch.random.fork_rng(devices=[]):
+        with fork_random_state():
             trace = self._run_prototype()
         nesting = [-f.dim for s in _samples(trace) for f in s["cond_indep_stack"] if f.vectorized]
         self.max_plate_nesting: int = max(nesting, default=0)

@@ -169,7 +169,7 @@ def report(
     }
     notes = list(draws.notes)
     if tables["temperatures"] is not None and target is None:
-        notes.append("the kernel's temperature is no constant; pass temperature= to have bands")
+        notes.append("the kernel's temperature is not one constant; pass temperature= to have bands")
     notes += _notes_on_temperatures(tables["temperatures"], data.attrs.get("kernel"), directions is not None)
     return Report(**tables, notes=tuple(notes))
 

@@ -55,6 +55,8 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
+    if isinstance(value, tuple | list):  # as temperatures by chain
+        return [_plain(one) for one in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if is_dataclass(value):  # schedules and preconditioners, whose repr is how they are made

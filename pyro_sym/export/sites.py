@@ -11,14 +11,15 @@ from pyro import poutine
 from pyro.distributions import Unit
 from pyro.poutine.subsample_messenger import _Subsample
 
+from pyro_sym._random import fork_random_state
+
 __all__ = ["infer_of", "latents", "stochastic", "unseen"]
 
 
 @contextmanager
 def unseen() -> Iterator[None]:
     """No gradients, nothing seen by handlers outside, and the random state put back."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices), poutine.block():
+    with torch.no_grad(), fork_random_state(), poutine.block():
         yield
 
 

@@ -18,6 +18,7 @@ from pyro.nn import PyroModule
 from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor
 
+from pyro_sym._random import fork_random_state
 from pyro_sym.errors import NoDensityError, SymmetryError
 from pyro_sym.infer.average import OrbitAverage, Run
 from pyro_sym.infer.capture import Capture, Captured, Draws, InPlates
@@ -387,7 +388,7 @@ class AutoSymmetrized(AutoGuide):
     def _setup(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Layout:
         """On the first call: look at the base guide, check the symmetry, choose the estimator."""
         if self._layout is None:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), poutine.block():
+            with torch.no_grad(), fork_random_state(), poutine.block():
                 with Capture(self.guide) as captured:
                     self.guide(*args, **kwargs)
                 values = {name: site.value for name, site in captured.sites.items()}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pyro_sym.errors import DivergenceError
+from pyro_sym.infer.bad_start import EARLY, Start, blame_start
 from pyro_sym.infer.fused import FusedSteps, block_length
 from pyro_sym.infer.gradient import ChainGradient, groups, potential_on
 from pyro_sym.infer.minibatch import Loader, Minibatch, PlateRows
@@ -24,7 +25,10 @@ from pyro_sym.infer.preconditioners import rescale_momentum
 if TYPE_CHECKING:
     from pyro_sym.infer.skeleton import StochasticGradientKernel
 
-__all__ = ["Chains", "Divergence", "State"]
+__all__ = ["Chains", "Divergence", "State", "Temperature"]
+
+Temperature = float | tuple[float, ...]
+"""Of one step: that of all chains, or one for each chain."""
 
 State = tuple[Tensor, ...]
 """What a dynamics carries from step to step: the positions ``(C, d)``, then what it needs besides."""
@@ -64,6 +68,10 @@ class Chains:
         diverged: by chain, how it ended.
         relaxed: how many relaxation times chains have had since the temperature last rose from 0; infinite
             if it never did. Below 1 the states are not draws of the target yet.
+        start: where the chains started, as long as a divergence may come of it.
+
+    Raises:
+        ValueError: if the kernel has another number of temperatures than there are chains.
     """
 
     def __init__(
@@ -82,12 +90,17 @@ class Chains:
         self.on_divergence = on_divergence
         self.step = 0
         self.step_size = math.nan
-        self.temperature = kernel.temperature_at(0)
+        self.start: Start | None = None
+        self._num_chains = len(position)
+        self._noiseless = position.new_zeros(()).expand_as(position)
+        self._ladder: tuple[Any, Tensor] | None = None
+        self._allowed: tuple[float, ...] | None = None
+        self.temperature = self._checked(kernel.temperature_at(0))
         self.relaxed = math.inf
         self.diverged: dict[int, Divergence] = {}
         self._gradient_of = gradient
         self._fused = fused
-        self._last_numbers: tuple[Any, list[Tensor]] | None = None
+        self._last_numbers: tuple[Any, tuple[Tensor, Tensor]] | None = None
         self._groups = groups(*position.shape)
         self._ahead: list[_Ahead] = []
         if fused is not None:
@@ -97,7 +110,6 @@ class Chains:
             rows = len(position) * sum(plate.subsample_size for plate in source.plates.values())
             self._rows_ahead = _Ahead(source.draw_many, rows)
             self._ahead = [self._noise_ahead, self._rows_ahead]
-        self._noiseless = position.new_zeros(()).expand_as(position)
         sizes = list(potential.sizes.values())
         self._tuning = kernel.preconditioner.init(position, sizes)
         self.inverse_mass = kernel.preconditioner.inverse_mass(self._tuning)
@@ -108,13 +120,16 @@ class Chains:
             minibatch = self.source.draw()
             for group in self._groups:
                 self._arrive(group, tuple(part[group] for part in self.state), minibatch.of(group))
+            if self._together:  # the positions of large chains are written over
+                self.start = Start.of(self.energy, self.gradient, self.position, sizes)
             self._tune(warming_up=True)
 
     def _initial_state(self, position: Tensor, sizes: list[int]) -> State:
         state: list[Tensor] = []
         for group in self._groups:
             noise, mass = self._noise(group), self._mass_of(group)
-            parts = self.kernel.initial_state(position[group], noise, self.temperature, mass, sizes)
+            temperature = self._temperature_of(group)
+            parts = self.kernel.initial_state(position[group], noise, temperature, mass, sizes)
             if self._together:
                 return tuple(part.contiguous() for part in parts)
             state = state or [
@@ -187,25 +202,32 @@ class Chains:
     def _gradients(self) -> list[ChainGradient]:
         return [self._gradient_of] if self._fused is None else [self._gradient_of, self._fused.gradient]
 
-    def advance(self, steps: int, *, warming_up: bool) -> None:
+    def advance(
+        self, steps: int, *, warming_up: bool, tick: Callable[[int], None] = lambda steps: None
+    ) -> None:
         """Take steps.
 
         Args:
             steps: how many.
             warming_up: whether the preconditioner may still learn.
+            tick: is called with the number of steps that were just taken, one or those of a block.
 
         Raises:
             DivergenceError: if a position, gradient or energy is not finite, unless chains are masked.
         """
         # Blocks of one length, that divides what is asked for: each length is compiled by itself.
         block = math.gcd(steps, block_length(self.position[self._groups[0]].numel()))
+        if self.step >= EARLY:
+            self.start = None
         while steps > 0:
             if self._compiles(warming_up) and not self._warms_within(block):
                 self._take_block(block)
+                tick(block)
             else:
                 with _quiet():
                     for _ in range(block):
                         self._take_step(warming_up)
+                        tick(1)
             steps -= block
 
     def _take_step(self, warming_up: bool) -> None:
@@ -225,16 +247,16 @@ class Chains:
         if not callable(self.kernel.temperature):
             return False
         _, temperatures = self.kernel.schedule(self.step, steps)
-        return any(was == 0 < now for was, now in itertools.pairwise(temperatures))
+        return any(not is_warm(was) and is_warm(now) for was, now in itertools.pairwise(temperatures))
 
-    def _set_temperature(self, temperature: float) -> None:
+    def _set_temperature(self, temperature: Temperature) -> None:
         """Let the step to come have this temperature.
 
         Where it rises from 0, momenta and all else that the dynamics carries besides positions are drawn
         anew: those of an optimiser have no temperature.
         """
-        was, self.temperature = self.temperature, temperature
-        if was == 0 < temperature:
+        was, self.temperature = self.temperature, self._checked(temperature)
+        if not is_warm(was) and is_warm(temperature):
             self.relaxed = 0.0
             if len(self.state) > 1:
                 self.state = self._initial_state(self.position, list(self.potential.sizes.values()))
@@ -244,12 +266,14 @@ class Chains:
             self.relaxed += sum(map(self.kernel.relaxation, step_sizes))
 
     def _moved(self, noise: Tensor, group: slice) -> State:
+        if isinstance(self.temperature, tuple) and self.temperature is not self._allowed:
+            self._check_coldest(self.temperature)
         return self.kernel.move(
             tuple(part[group] for part in self.state),
             self.gradient[group],
             noise,
             step_size=self.step_size,
-            temperature=self.temperature,
+            temperature=self._temperature_of(group),
             inverse_mass=self._mass_of(group),
         )
 
@@ -267,11 +291,11 @@ class Chains:
         assert self._fused is not None and isinstance(self.source, PlateRows)
         step_sizes, temperatures = self.kernel.schedule(self.step, steps)
         self._set_temperature(temperatures[0])
-        numbers = self._numbers(step_sizes, temperatures)
+        sizes, heats = self._numbers(step_sizes, temperatures)
         mass = () if self.inverse_mass is None else (self.inverse_mass,)
         rows = None
         for group in self._groups:
-            if any(temperatures):
+            if any(map(is_warm, temperatures)):
                 noise = self._noise_ahead.take(steps)[""]
             else:
                 like = self._noiseless[group]
@@ -280,7 +304,12 @@ class Chains:
             own = {name: row if row.dim() == 2 else row[:, group].contiguous() for name, row in rows.items()}
             state = tuple(part[group] for part in self.state)
             after, energy, gradient, total = self._fused(
-                (*state, *mass), self.gradient[group], noise, own, *numbers
+                (*state, *mass),
+                self.gradient[group],
+                noise,
+                own,
+                sizes,
+                heats if heats.dim() == 1 else heats[:, group].contiguous(),
             )
             if math.isfinite(total):
                 self._take_over(group, (*after[: len(state)], energy, gradient))
@@ -296,7 +325,7 @@ class Chains:
         noise: Tensor,
         rows: dict[str, Tensor],
         step_sizes: tuple[float, ...],
-        temperatures: tuple[float, ...],
+        temperatures: tuple[Temperature, ...],
     ) -> None:
         """The steps of a block one by one, with the noise and the rows that it had."""
         start = self.step
@@ -313,13 +342,49 @@ class Chains:
         like = self._noiseless[self._groups[0]]
         return torch.randn(steps, *like.shape, dtype=like.dtype, device=like.device)
 
-    def _numbers(self, step_sizes: tuple[float, ...], temperatures: tuple[float, ...]) -> list[Tensor]:
-        """Step sizes and temperatures of a block as a tensor, kept for as long as they stay the same."""
+    def _numbers(
+        self, step_sizes: tuple[float, ...], temperatures: tuple[Temperature, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Step sizes ``(k,)`` and temperatures ``(k,)`` or ``(k, C, 1)`` of a block, kept while they stay."""
         if self._last_numbers is None or self._last_numbers[0] != (step_sizes, temperatures):
             like = self._noiseless
-            numbers = torch.tensor([step_sizes, temperatures], dtype=like.dtype, device=like.device)
-            self._last_numbers = ((step_sizes, temperatures), list(numbers))
+            several: list[Any] = [self._checked(temperature) for temperature in temperatures]
+            if any(isinstance(temperature, tuple) for temperature in several):
+                several = [[[t] for t in self._by_chain(temperature)] for temperature in several]
+            numbers = (
+                torch.tensor(step_sizes, dtype=like.dtype, device=like.device),
+                torch.tensor(several, dtype=like.dtype, device=like.device),
+            )
+            self._last_numbers = ((step_sizes, temperatures), numbers)
         return self._last_numbers[1]
+
+    def _checked(self, temperature: Temperature) -> Temperature:
+        """A temperature of a kernel, which has to have one for all chains, or as many as there are chains."""
+        if isinstance(temperature, tuple) and len(temperature) != self._num_chains:
+            raise ValueError(
+                f"temperature has {len(temperature)} values, and there are {self._num_chains} chains; pass "
+                "one for each chain, or a number for all"
+            )
+        return temperature
+
+    def _by_chain(self, temperature: Temperature) -> tuple[float, ...]:
+        return temperature if isinstance(temperature, tuple) else (temperature,) * self._num_chains
+
+    def temperature_of_chain(self, chain: int, step: int | None = None) -> float:
+        """The temperature of one chain, by default in the last step."""
+        temperature = self.temperature if step is None else self._checked(self.kernel.temperature_at(step))
+        return temperature[chain] if isinstance(temperature, tuple) else temperature
+
+    def _temperature_of(self, group: slice) -> float | Tensor:
+        """The temperature of chains in this step: a number, or of shape ``(C, 1)``."""
+        if not isinstance(self.temperature, tuple):
+            return self.temperature
+        if self._ladder is None or self._ladder[0] != self.temperature:
+            by_chain = torch.tensor(
+                self.temperature, dtype=self._noiseless.dtype, device=self._noiseless.device
+            )
+            self._ladder = (self.temperature, by_chain.unsqueeze(-1))  # (C, 1)
+        return self._ladder[1][group]
 
     def _mass_of(self, group: slice) -> Tensor | float:
         mass = self.inverse_mass
@@ -327,18 +392,28 @@ class Chains:
             return 1.0
         return mass[group] if mass.dim() == 2 else mass
 
+    def _check_coldest(self, temperatures: tuple[float, ...]) -> None:
+        """Let the kernel refuse noise of a negative variance, which it sees of numbers only."""
+        self._allowed = temperatures
+        if warm := [temperature for temperature in temperatures if temperature > 0]:
+            row = tuple(part[:1] for part in self.state)
+            zeros, mass = torch.zeros_like(row[0]), self._mass_of(slice(1))
+            self.kernel.move(
+                row, zeros, zeros, step_size=self.step_size, temperature=min(warm), inverse_mass=mass
+            )
+
     def _noise(self, group: slice) -> Tensor:
         """Draw standard normal noise, or zeros where it drops out: T = 0 consumes no random number."""
         like = self._noiseless[group]
-        return (
-            like if self.temperature == 0 else torch.randn(like.shape, dtype=like.dtype, device=like.device)
-        )
+        if not is_warm(self.temperature):
+            return like
+        return torch.randn(like.shape, dtype=like.dtype, device=like.device)
 
     def report(self) -> dict[str, str]:
         """What a progress bar shows: step size and temperature, and averages over the chains."""
         shown = {
             "step size": f"{self.step_size:.2e}",
-            "temp.": f"{self.temperature:.2g}",
+            "temp.": " to ".join(f"{t:.2g}" for t in sorted({*self._extremes()})),
             "potential": f"{self.energy.mean().item():.4g}",
         }
         if self.momentum is not None:
@@ -347,16 +422,20 @@ class Chains:
             shown["kinetic temp."] = f"{sum(kinetic) / len(kinetic):.2g}"
         return shown
 
+    def _extremes(self) -> tuple[float, float]:
+        temperatures = self._by_chain(self.temperature)
+        return min(temperatures), max(temperatures)
+
     def _arrive(self, group: slice, state: State, minibatch: Minibatch) -> None:
         """Evaluate energy and gradient of chains at their new positions, and take them over."""
         # A model may fail in ways of its own at a position that is not finite: look before it is evaluated.
-        self._look_at("position", group, state[0])
+        self._look_at("position", group, state[0], minibatch)
         state = self._hold_diverged(group, state)
         if self._together and self.on_divergence == "raise":  # nothing to go back to: free what would be kept
             self.state, self.gradient = state, self._noiseless
         energy, gradient = self._evaluate(state[0], minibatch)
-        self._look_at("gradient", group, gradient)
-        self._look_at("log probability", group, energy, state[0], minibatch)
+        self._look_at("gradient", group, gradient, minibatch)
+        self._look_at("log probability", group, energy, minibatch, state[0])
         self._take_over(group, self._hold_diverged(group, (*state, energy, gradient)))
 
     def _take_over(self, group: slice, parts: State) -> None:
@@ -385,8 +464,8 @@ class Chains:
         what: str,
         group: slice,
         values: Tensor,
+        minibatch: Minibatch,
         position: Tensor | None = None,
-        minibatch: Minibatch | None = None,
     ) -> None:
         """Find chains with values that are not finite, and raise or note them."""
         # A sum is half the price of isfinite().all() and can only err on the side of caution, by overflow.
@@ -401,13 +480,12 @@ class Chains:
             if position is None:
                 sites = self.potential.unflatten(values[row])
             else:
-                assert minibatch is not None
                 sites = self._log_joint_terms(position[row], minibatch.of(row))
             first = next((name for name, value in sites.items() if not value.isfinite().all()), None)
             where = "the sum over sites" if first is None else f"site {first!r}"
             divergence = Divergence(self.step, f"the {what} of {where} is not finite")
             if self.on_divergence == "raise":
-                raise DivergenceError(self._message(chain, divergence))
+                raise DivergenceError(self._message(chain, divergence, minibatch))
             self.diverged[chain] = divergence
 
     def _log_joint_terms(self, position: Tensor, minibatch: Minibatch) -> dict[str, Tensor]:
@@ -415,13 +493,13 @@ class Chains:
         values = potential.constrain(potential.unflatten(position))
         return potential.program.log_joint_terms(values, minibatch.indices)
 
-    def _message(self, chain: int, divergence: Divergence) -> str:
+    def _message(self, chain: int, divergence: Divergence, minibatch: Minibatch) -> str:
         who = f"chain {chain}, " if len(self.position) > 1 else ""
-        return (
-            f"{who}step {divergence.step}: {divergence.what}; lower step_size ({self.step_size:g} at this "
-            "step; a kernel by from_sgd has it from lr), or see whether the model's log density is finite "
-            "where the chain has come to"
+        cure = blame_start(self, chain, minibatch) or (
+            f"lower step_size ({self.step_size:g} at this step; a kernel by from_sgd has it from lr), or see "
+            "whether the model's log density is finite where the chain has come to"
         )
+        return f"{who}step {divergence.step}: {divergence.what}; {cure}"
 
     def _hold_diverged(self, group: slice, now: State) -> State:
         """Chains that have diverged stay where they last were finite."""
@@ -434,6 +512,11 @@ class Chains:
             torch.where(ended[group].reshape(-1, *(1,) * (new.dim() - 1)), old[group], new)
             for new, old in zip(now, then, strict=True)
         )
+
+
+def is_warm(temperature: Temperature) -> bool:
+    """Whether any chain has noise."""
+    return any(temperature) if isinstance(temperature, tuple) else temperature > 0
 
 
 class _Ahead:

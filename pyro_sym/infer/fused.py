@@ -18,7 +18,7 @@ State = tuple[Tensor, ...]
 """What a step carries on; the position, of shape ``(C, d)``, comes first."""
 
 Step = Callable[[State, Tensor, Tensor, Tensor, Tensor], State]
-"""From state, gradient and noise, both ``(C, d)``, step size and temperature, both 0-d, to the state."""
+"""From state, gradient and noise, both ``(C, d)``, step size (0-d) and temperature (0-d or ``(C, 1)``)."""
 
 
 def block_length(size: int) -> int:
@@ -90,7 +90,7 @@ class FusedSteps:
             noise: standard normal draws, of shape ``(k, C, d)``.
             indices: rows by subsampled plate, of shape ``(k, C, B)``, or ``(k, B)`` if chains share them.
             step_sizes: of shape ``(k,)``.
-            temperatures: of shape ``(k,)``.
+            temperatures: of shape ``(k,)``, or ``(k, C, 1)`` with one for each chain.
 
         Returns:
             The state after the steps; the energies, of shape ``(C,)``, and gradients, of shape ``(C, d)``, at

@@ -19,6 +19,7 @@ from torch.distributions import Distribution
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from pyro_sym._random import fork_random_state
 from pyro_sym.infer.algebra import fewer_passes
 from pyro_sym.infer.graph import (
     Function,
@@ -203,7 +204,7 @@ class Gradient:
         rows = [t[0] if own else t for t, own in zip(inputs.tensors, per_chain, strict=True)]
         # Attention by plain products: torch's fused kernel has no rule for many chains at once.
         plain = sdpa_kernel(SDPBackend.MATH)
-        with unvalidated(), plain, torch.random.fork_rng(devices=[]):
+        with unvalidated(), plain, fork_random_state():
             single = trace(one_chain, [position[0], *rows])
         refuse_side_effects(single)
         single = without_writes(single, [position[0], *rows])  # vmap does many of them chain by chain
@@ -313,7 +314,7 @@ class _Reference:
         start = time.perf_counter()
         gradient.eager(position[:1], minibatch.of(slice(1)))  # what raises here is the model's own
         self.seconds = time.perf_counter() - start
-        with torch.random.fork_rng(devices=[]):
+        with fork_random_state():
             torch.default_generator.manual_seed(0)
             for spread in (0.0, 1.0, -1.0, 5.0):
                 other = _redraw(minibatch, gradient.potential)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_sym.infer import dynamics
 from pyro_sym.infer.chains import State
+from pyro_sym.infer.from_optimizer import Optimizer, sgd_arguments
 from pyro_sym.infer.schedules import relaxation_share
 from pyro_sym.infer.skeleton import Factor, Options, Schedule, StochasticGradientKernel
 
@@ -69,23 +70,41 @@ class SGLD(StochasticGradientKernel):
 
     @classmethod
     def from_sgd(
-        cls, model: Callable[..., Any], *, lr: float, num_data: int, **options: Unpack[Options]
+        cls,
+        model: Callable[..., Any],
+        *,
+        num_data: int,
+        lr: float | None = None,
+        optimizer: Optimizer | None = None,
+        **options: Unpack[Options],
     ) -> Self:
         """The chain that is ``torch.optim.SGD(lr=lr)`` on the mean loss at temperature 0.
 
         Args:
             model: a Pyro model of ``num_data`` rows.
-            lr: the learning rate.
             num_data: :math:`N`, over which the loss is averaged.
+            lr: the learning rate.
+            optimizer: in place of ``lr``, a ``torch.optim.SGD`` without momentum to read it from, a
+                ``pyro.optim.SGD``, or ``(torch.optim.SGD, {"lr": …})``.
             **options: as for the kernel.
 
         Returns:
             The kernel, with :func:`~pyro_sym.infer.dynamics.sgld_from_sgd`'s step size.
+
+        Raises:
+            TypeError: if neither ``lr`` nor ``optimizer`` is given, or the optimiser is not SGD.
+            ValueError: if an argument is out of range, or the optimiser has momentum, weight decay or another
+                setting that the kernel has not.
         """
+        lr, momentum = sgd_arguments(lr, None, optimizer, num_data)
+        if momentum:
+            raise ValueError(
+                f"optimizer has momentum={momentum:g}, and {cls.__name__} has none; take BAOA or SGHMC"
+            )
         return cls(model, step_size=dynamics.sgld_from_sgd(lr, num_data), **options)
 
     def initial_state(
-        self, position: Tensor, noise: Tensor, temperature: float, inverse_mass: Factor, sizes: list[int]
+        self, position: Tensor, noise: Tensor, temperature: Factor, inverse_mass: Factor, sizes: list[int]
     ) -> State:
         """The positions alone."""
         return (position,)
@@ -148,7 +167,7 @@ class LeimkuhlerMatthews(SGLD):
     """
 
     def initial_state(
-        self, position: Tensor, noise: Tensor, temperature: float, inverse_mass: Factor, sizes: list[int]
+        self, position: Tensor, noise: Tensor, temperature: Factor, inverse_mass: Factor, sizes: list[int]
     ) -> State:
         """The positions, and the noise of a step before the first."""
         return position, noise
@@ -213,9 +232,10 @@ class _Underdamped(StochasticGradientKernel):
         cls,
         model: Callable[..., Any],
         *,
-        lr: float,
-        momentum: float,
         num_data: int,
+        lr: float | None = None,
+        momentum: float | None = None,
+        optimizer: Optimizer | None = None,
         **options: Unpack[Options],
     ) -> Self:
         r"""The chain that is ``torch.optim.SGD(lr=lr, momentum=momentum)`` on the mean loss at temperature 0.
@@ -225,17 +245,24 @@ class _Underdamped(StochasticGradientKernel):
 
         Args:
             model: a Pyro model of ``num_data`` rows.
-            lr: the learning rate.
-            momentum: :math:`\mu` in :math:`[0, 1)`, without dampening or Nesterov's variant.
             num_data: :math:`N`, over which the loss is averaged.
+            lr: the learning rate.
+            momentum: :math:`\mu` in :math:`[0, 1)`, without dampening or Nesterov's variant; with ``lr``.
+            optimizer: in place of both, a ``torch.optim.SGD`` to read them from as they are now, a
+                ``pyro.optim.SGD``, or ``(torch.optim.SGD, {"lr": …, "momentum": …})``.
             **options: as for the kernel.
 
         Returns:
             The kernel.
 
         Raises:
-            ValueError: if an argument is out of range.
+            TypeError: if an argument is missing, or the optimiser is not SGD.
+            ValueError: if an argument is out of range, or the optimiser has weight decay or another setting
+                that the kernel has not.
         """
+        if optimizer is None and momentum is None:
+            raise TypeError("from_sgd wants the momentum of SGD; pass momentum=, or optimizer=")
+        lr, momentum = sgd_arguments(lr, momentum, optimizer, num_data)
         step_size, friction = cls._from_sgd(lr, momentum, num_data)
         return cls(model, step_size=step_size, friction=friction, **options)
 
@@ -493,7 +520,7 @@ class SGNHT(StochasticGradientKernel):
         return own if own < math.inf else min(steps, relaxation_share(self.friction, step_size))
 
     def initial_state(
-        self, position: Tensor, noise: Tensor, temperature: float, inverse_mass: Factor, sizes: list[int]
+        self, position: Tensor, noise: Tensor, temperature: Factor, inverse_mass: Factor, sizes: list[int]
     ) -> State:
         """Positions, momenta, and thermostats at the friction."""
         self._groups = sizes if self.thermostats == "site" else [position.shape[-1]]

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.distributions import biject_to
 from torch.distributions.transforms import IndependentTransform, Transform, identity_transform
 
+from pyro_sym._random import fork_random_state
 from pyro_sym.infer.minibatch import draw_indices
 from pyro_sym.program import Program, Values, uniform_draw
 
-__all__ = ["Potential"]
+__all__ = ["ContinuousOnly", "Potential"]
 
 
 class Potential:
@@ -46,8 +47,9 @@ class Potential:
         size: the number of unconstrained values of all sites together, :math:`d`.
 
     Raises:
-        ValueError: if the model has no continuous latent site, a discrete one that can't be enumerated, a
-            latent site inside a subsampled plate, or one whose support depends on other latent sites.
+        ValueError: if the model has no continuous latent site, a discrete one that can't be enumerated, one
+            without elements, a latent site inside a subsampled plate, or one whose support depends on other
+            latent sites.
 
     Example:
         >>> def model():
@@ -67,7 +69,7 @@ class Potential:
         *,
         init_strategy: Callable[[Any], Tensor] = init_to_uniform,
     ) -> None:
-        self.program = Program(model, args, kwargs, init_strategy=_ContinuousOnly(init_strategy))
+        self.program = Program(model, args, kwargs, init_strategy=ContinuousOnly(init_strategy))
         latents = self.program.latents
         if not latents:
             raise ValueError("the model has no continuous latent site, so there is nothing to sample")
@@ -78,6 +80,12 @@ class Potential:
         prototype = self.unconstrain({name: site.value for name, site in latents.items()})
         self.shapes = {name: value.shape for name, value in prototype.items()}
         self.sizes = {name: value.numel() for name, value in prototype.items()}
+        if empty := [name for name, size in self.sizes.items() if size == 0]:
+            raise ValueError(
+                f"latent site {empty[0]!r} has no elements (its shape is "
+                f"{tuple(latents[empty[0]].value.shape)}), so there is nothing to sample; leave the site out "
+                "of the model where its size is 0"
+            )
         self._dtypes = [value.dtype for value in prototype.values()]
         self.size = sum(self.sizes.values())
         self._refuse_moving_supports(prototype)
@@ -96,7 +104,7 @@ class Potential:
         """Look at a second point: the transforms are those of the prototype, for good."""
         moved = {name: value + 0.1 for name, value in prototype.items()}
         values = self.constrain(moved)
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), pyro.validation_enabled(False):
+        with fork_random_state(), torch.no_grad(), pyro.validation_enabled(False):
             trace = self.program.trace(values, self.draw_indices())
         for name in self._curved:
             there = biject_to(cast(Any, trace.nodes[name]["fn"]).support)(moved[name])
@@ -144,6 +152,8 @@ class Potential:
         with torch.enable_grad():
             leaves = {name: v.detach().requires_grad_() for name, v in self.unflatten(position).items()}
             energy = self(leaves, indices)
+            if not energy.requires_grad:  # a constant: autograd refuses what depends on nothing
+                return energy, torch.zeros_like(position)
             gradients = torch.autograd.grad(
                 energy, list(leaves.values()), allow_unused=True, materialize_grads=True
             )
@@ -186,13 +196,54 @@ class Potential:
         """
         for _ in range(num_tries):
             unconstrained = {name: u.detach() for name, u in self.unconstrain(self.program.draw()[0]).items()}
-            at_fault = self.non_finite_sites(unconstrained, self.draw_indices())
-            if not at_fault:
+            problem = self.problem_at(unconstrained, self.draw_indices())
+            if problem is None:
                 return unconstrained
         raise ValueError(
             f"no initial point with finite potential energy and gradient in {num_tries} draws; not finite at "
-            f"the last one: {', '.join(at_fault)}. Give initial_params or another "
-            "init_strategy, or check the data"
+            f"the last one: {problem}. Give initial_params or another init_strategy, or check the data"
+        )
+
+    def problem_at(self, unconstrained: Values, indices: Values | None = None) -> str | None:
+        """Say what isn't finite at a point, and why if that can be told; ``None`` if all is finite.
+
+        Args:
+            unconstrained: unconstrained values by site.
+            indices: indices by subsampled plate.
+
+        Returns:
+            The phrases of :meth:`non_finite_sites`, and a sentence on the cause.
+        """
+        try:
+            at_fault = self.non_finite_sites(unconstrained, indices)
+        except ValueError:  # Pyro's validation refuses data that aren't finite, under a mask as well
+            with pyro.validation_enabled(False):
+                at_fault = self.non_finite_sites(unconstrained, indices)
+            if not all(phrase.startswith("gradient") for phrase in at_fault):
+                raise
+        if not at_fault:
+            return None
+        problem = ", ".join(at_fault)
+        if all(phrase.startswith("gradient") for phrase in at_fault):
+            problem += f". {self._why_gradient_alone(unconstrained, indices)}"
+        return problem
+
+    def _why_gradient_alone(self, unconstrained: Values, indices: Values | None) -> str:
+        """Why a gradient can be NaN where the log density is finite, with the data at fault if there are."""
+        with torch.no_grad(), pyro.validation_enabled(False):
+            trace = self.program.trace(self.constrain(unconstrained), indices)
+        data = [
+            repr(name)
+            for name, site in trace.nodes.items()
+            if site["type"] == "sample"
+            and name not in self.program.latents
+            and not torch.isfinite(torch.as_tensor(site["value"])).all()
+        ]
+        where = f"the data of site {', '.join(data)} are not finite there" if data else "as with missing data"
+        return (
+            "The log density itself is finite. A mask, and torch.where, set the value of an entry to zero, "
+            f"but not its derivative (0 * nan = nan): {where}. Fill masked entries with any feasible value, "
+            "as y.nan_to_num(), and keep the mask"
         )
 
     def non_finite_sites(self, unconstrained: Values, indices: Values | None = None) -> list[str]:
@@ -224,13 +275,14 @@ class Potential:
         ]
 
 
-class _ContinuousOnly:
+class ContinuousOnly:
     """Applies an initialisation strategy where it works; Pyro's refuse discrete and improper sites."""
 
     def __init__(self, init_strategy: Callable[[Any], Tensor]) -> None:
         self.init_strategy = init_strategy
 
     def __call__(self, site: Any) -> Tensor:
+        """A value of a site, from the strategy where it has one."""
         if site["fn"].support.is_discrete:
             return site["fn"].sample()
         try:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_sym.infer.chains import Chains
+from pyro_sym.infer.chains import Chains, Temperature
 from pyro_sym.infer.gradient import groups
 from pyro_sym.infer.temperature import thermometers
 
@@ -26,7 +26,7 @@ class Recorder:
     def __init__(self, chains: Chains) -> None:
         self._chains = chains
         self._pending: list[list[Tensor]] = []
-        self._settings: list[tuple[float, float, bool]] = []
+        self._settings: list[tuple[float, Temperature, bool]] = []
         self._blocks: dict[str, list[Tensor]] = {}
 
     def append(self) -> None:
@@ -56,14 +56,14 @@ class Recorder:
             return
         energy, *parts = (_stack(several) for several in zip(*self._pending, strict=True))
         energy = energy.to(torch.float64, copy=True)  # the next step may write over it
-        step_size, temperature, relaxed = torch.tensor(self._settings, dtype=torch.float64).T
-        settings = {
-            "step_size": step_size.unsqueeze(-1).expand_as(energy),  # (draws, C)
-            "temperature": temperature.unsqueeze(-1).expand_as(energy),
+        step_sizes, temperatures, relaxed = zip(*self._settings, strict=True)
+        settings = {  # each (draws, C)
+            "step_size": _by_chain(step_sizes, energy),
+            "temperature": _by_chain(temperatures, energy),
         }
         block = self._thermometers(parts, settings)
         block |= {"lp": -energy, "potential_energy": energy, "energy": energy, **settings}
-        on_the_way = (relaxed == 0).unsqueeze(-1)  # from temperature 0: they have no temperature yet
+        on_the_way = ~torch.tensor(relaxed).unsqueeze(-1)  # from temperature 0: they have no temperature yet
         block["temperature"] = settings["temperature"].masked_fill(on_the_way, math.nan)
         if "kinetic_temperature" in block:
             block["energy"] = energy + block["kinetic_temperature"] * self._chains.potential.size / 2
@@ -90,6 +90,14 @@ class Recorder:
             numbers = {name: value.to(gradient).unsqueeze(-1) for name, value in settings.items()}
             momentum = chains.kernel.thermal_momentum(tuple(state), gradient, **numbers, inverse_mass=mass)
         return thermometers(state[0], gradient, momentum, mass, sizes=chains.potential.sizes)
+
+
+def _by_chain(settings: tuple[Temperature, ...], like: Tensor) -> Tensor:
+    """Settings of draws, of all chains or one for each, as ``(draws, C)``."""
+    if any(isinstance(setting, tuple) for setting in settings):
+        every = [s if isinstance(s, tuple) else (s,) * like.shape[1] for s in settings]
+        return torch.tensor(every, dtype=torch.float64)
+    return torch.tensor(settings, dtype=torch.float64).unsqueeze(-1).expand_as(like)
 
 
 def _stack(tensors: tuple[Tensor, ...]) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch.distributions import Transform, constraints, identity_transform, transform_to
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from pyro_sym._random import fork_random_state
 from pyro_sym.infer.algebra import fewer_passes
 from pyro_sym.infer.cancellation import cancelled
 from pyro_sym.infer.gradient import relative_error, tolerance, unvalidated
@@ -290,8 +291,7 @@ def _reference(elbo: ELBO, call: Call, parameters: list[Tensor]) -> list[Tensor]
 @contextmanager
 def _noise_kept(call: Call) -> Iterator[None]:
     """Leave random numbers where they were."""
-    devices = {tensor.device for tensor in call.tensors if tensor.is_cuda}
-    with torch.random.fork_rng(devices=list(devices)):
+    with fork_random_state():
         yield
 
 
@@ -299,7 +299,7 @@ def _noise_kept(call: Call) -> Iterator[None]:
 def _moved(parameters: list[Tensor], spread: float) -> Iterator[None]:
     """Parameters so far from where they are, for a while, and other random numbers."""
     before = [parameter.detach().clone() for parameter in parameters]
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with fork_random_state(), torch.no_grad():
         if spread:
             torch.manual_seed(0)
             for parameter in parameters:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import multiprocessing
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypedDict
 
-import pyro
 import torch
 from pyro.infer.autoguide.initialization import init_to_uniform
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
@@ -17,21 +16,25 @@ from torch import Tensor
 from torch.distributions.transforms import Transform
 
 from pyro_sym.infer import dynamics
-from pyro_sym.infer.chains import Chains, State
+from pyro_sym.infer.chains import Chains, State, Temperature
 from pyro_sym.infer.control_variate import ControlVariate, FullGradient, find_mode
 from pyro_sym.infer.fused import FusedSteps
-from pyro_sym.infer.gradient import Gradient, Jit, groups
+from pyro_sym.infer.gradient import Gradient, Jit
 from pyro_sym.infer.minibatch import Loader, PlateRows
 from pyro_sym.infer.potential import Potential
 from pyro_sym.infer.preconditioners import Identity, Preconditioner
 from pyro_sym.infer.recorder import Recorder
 from pyro_sym.infer.schedules import cycle_of, warn_of_relaxation
+from pyro_sym.infer.starts import check_shapes, check_sites, refuse_point, starting_points
 
 __all__ = ["Factor", "Options", "Schedule", "StochasticGradientKernel"]
 
 Schedule = float | Callable[[int], float]
 """A constant, or a function of the step (counted from 0, warm-up included)."""
 
+
+Temperatures = float | Sequence[float] | Tensor | Callable[[int], float | Sequence[float] | Tensor]
+"""A number, one for each chain, or a function of the step (counted from 0) that returns either."""
 
 Factor = float | Tensor
 """A number, or a tensor: without dims for what a schedule gives, or broadcastable to the positions."""
@@ -40,7 +43,7 @@ Factor = float | Tensor
 class Options(TypedDict, total=False):
     """What all kernels take besides their own numbers; see :class:`~pyro_sym.StochasticGradientKernel`."""
 
-    temperature: Schedule
+    temperature: Temperatures
     thinning: int
     init_strategy: Callable[[Any], Tensor]
     batches: Iterable[Any] | None
@@ -81,7 +84,9 @@ class StochasticGradientKernel(MCMCKernel):
     Args:
         model: a Pyro model. Its arguments are those of ``MCMC.run``.
         step_size: positive; a number, or a function of the step.
-        temperature: :math:`T \ge 0`; a number, or a function of the step (:mod:`pyro_sym.infer.schedules`).
+        temperature: :math:`T \ge 0`; a number, a ladder of one for each chain (a list or tensor of shape
+            ``(C,)``, for :class:`~pyro_sym.VectorizedMCMC`), or a function of the step that returns either
+            (:mod:`pyro_sym.infer.schedules`).
         thinning: steps per draw, in warm-up as well.
         init_strategy: a per-site function, as in Pyro's autoguides, that gives the initial values.
         batches: a ``DataLoader`` or another iterable that can be run through again; its batches become the
@@ -111,7 +116,7 @@ class StochasticGradientKernel(MCMCKernel):
         model: Callable[..., Any],
         *,
         step_size: Schedule,
-        temperature: Schedule = 1.0,
+        temperature: Temperatures = 1.0,
         thinning: int = 1,
         init_strategy: Callable[[Any], Tensor] = init_to_uniform,
         batches: Iterable[Any] | None = None,
@@ -129,13 +134,11 @@ class StochasticGradientKernel(MCMCKernel):
             raise ValueError(f"gradient is {gradient!r}; pass 'plain' or 'control_variate'")
         if center is not None and gradient == "plain":
             raise ValueError("center is for gradient='control_variate', but gradient is 'plain'")
-        if not callable(step_size):
-            _check_step_size(step_size)
-        if not callable(temperature):
-            _check_temperature(temperature)
         self.model = model
-        self.step_size = step_size
-        self.temperature = temperature
+        self.step_size = step_size if callable(step_size) else _check_step_size(step_size)
+        self.temperature: Temperature | Callable[[int], Any] = (
+            temperature if callable(temperature) else _check_temperature(temperature)
+        )
         self.thinning = thinning
         self.init_strategy = init_strategy
         self.batches = batches
@@ -166,7 +169,7 @@ class StochasticGradientKernel(MCMCKernel):
             gradient: of the potential energy at the positions, of shape ``(C, d)``.
             noise: standard normal draws, of shape ``(C, d)``; zeros where the temperature is 0.
             step_size: of this step.
-            temperature: of this step.
+            temperature: of this step; of shape ``(C, 1)`` if each chain has its own.
             inverse_mass: :math:`G`, broadcastable to the positions.
 
         Returns:
@@ -174,14 +177,14 @@ class StochasticGradientKernel(MCMCKernel):
         """
 
     def initial_state(
-        self, position: Tensor, noise: Tensor, temperature: float, inverse_mass: Factor, sizes: list[int]
+        self, position: Tensor, noise: Tensor, temperature: Factor, inverse_mass: Factor, sizes: list[int]
     ) -> State:
         """The state at the start of chains, by default with momenta of the starting temperature.
 
         Args:
             position: of shape ``(C, d)``.
             noise: standard normal draws, of shape ``(C, d)``; zeros where the temperature is 0.
-            temperature: at step 0.
+            temperature: at step 0; of shape ``(C, 1)`` if each chain has its own.
             inverse_mass: :math:`G`, broadcastable to the positions.
             sizes: the number of unconstrained values of each site.
 
@@ -296,7 +299,7 @@ class StochasticGradientKernel(MCMCKernel):
             )
         self.transforms = potential.transforms
         if initial_values is not None:
-            _check_sites(initial_values, potential, "initial values")
+            check_sites(initial_values, potential, "initial values")
             initial_params = potential.unconstrain(initial_values)
         # Compiled code takes blocks of steps where it can; what is left is too little to compile.
         fuses = (
@@ -306,7 +309,7 @@ class StochasticGradientKernel(MCMCKernel):
             and self.preconditioner.is_fixed(warming_up=False)
         )
         plain = Gradient(potential, jit="auto" if fuses else self.jit)
-        position = _starting_points(plain, potential, source, num_chains, initial_params)
+        position = starting_points(plain, potential, source, num_chains, initial_params)
         centred = self._centred(plain, potential, source, position) if self.gradient != "plain" else plain
         fused = FusedSteps(Gradient(potential, jit="compile"), self._step_of_block) if fuses else None
         return Chains(self, potential, centred, source, position, on_divergence, fused)
@@ -330,9 +333,9 @@ class StochasticGradientKernel(MCMCKernel):
         if self.center is None:
             center = find_mode(full, position[0])
         else:
-            _check_shapes(self.center, potential, "values of center")
+            check_shapes(self.center, potential, "values of center")
             center = potential.flatten(self.center)
-            _refuse_point(potential, center, "values of center")
+            refuse_point(potential, center, "values of center")
         return ControlVariate(gradient, center, *full(center))
 
     def setup(self, warmup_steps: int, *args: Any, **kwargs: Any) -> None:
@@ -347,6 +350,11 @@ class StochasticGradientKernel(MCMCKernel):
             ValueError: if the model can't be sampled, or no point to start from has a finite potential
                 energy.
         """
+        if isinstance(self.temperature_at(0), tuple):
+            raise ValueError(
+                f"temperature is {self.temperature!r}, but Pyro's drivers run one chain of a kernel at a "
+                "time; pass a number, or run the chains in VectorizedMCMC"
+            )
         given = self._own_params()
         rows = None if given is None else {name: value.unsqueeze(0) for name, value in given.items()}
         chains = self.start(args, kwargs, initial_params=rows)
@@ -388,13 +396,13 @@ class StochasticGradientKernel(MCMCKernel):
         """The step size of a step, checked."""
         return _check_step_size(self.step_size(step), step) if callable(self.step_size) else self.step_size
 
-    def temperature_at(self, step: int) -> float:
-        """The temperature of a step, checked."""
+    def temperature_at(self, step: int) -> Temperature:
+        """The temperature of a step, or one for each chain, checked."""
         if callable(self.temperature):
             return _check_temperature(self.temperature(step), step)
         return self.temperature
 
-    def schedule(self, start: int, steps: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def schedule(self, start: int, steps: int) -> tuple[tuple[float, ...], tuple[Temperature, ...]]:
         """Step sizes and temperatures of successive steps, checked."""
         several = range(start, start + steps)
         return (
@@ -442,68 +450,6 @@ class StochasticGradientKernel(MCMCKernel):
         return {**self.__dict__, "_run": None, "transforms": None}
 
 
-def _starting_points(
-    gradient: Gradient,
-    potential: Potential,
-    source: PlateRows | Loader,
-    num_chains: int,
-    given: Mapping[str, Tensor] | None,
-) -> Tensor:
-    """Flat positions of shape ``(C, d)`` with finite energies and gradients."""
-    if given is not None:
-        _check_shapes(given, potential, "initial values", num_chains)
-    position = torch.empty(0)
-    for chain in range(num_chains):
-        if given is None:
-            row = potential.unconstrain(potential.program.draw()[0])
-        else:
-            row = {name: value[chain] for name, value in given.items()}
-        flat = potential.flatten(row).detach()
-        position = flat.new_empty(num_chains, len(flat)) if chain == 0 else position
-        position[chain] = flat
-    minibatch = source.first()
-    fine = torch.empty(num_chains, dtype=torch.bool, device=position.device)
-    for group in groups(*position.shape):
-        with torch.no_grad(), pyro.validation_enabled(False):
-            energy, slope = gradient(position[group], minibatch.of(group))
-        fine[group] = energy.isfinite() & slope.isfinite().all(-1) & position[group].isfinite().all(-1)
-    for chain in (~fine).nonzero().flatten().tolist():
-        if given is not None:
-            _refuse_point(potential, position[chain], "initial values", f" of chain {chain}")
-        position[chain] = potential.flatten(potential.initial())
-    return position
-
-
-def _check_shapes(
-    given: Mapping[str, Tensor], potential: Potential, what: str, num_chains: int | None = None
-) -> None:
-    _check_sites(given, potential, what)
-    chains = () if num_chains is None else (num_chains,)
-    for name, shape in potential.shapes.items():
-        if given[name].shape != (*chains, *shape):
-            raise ValueError(
-                f"{what} of site {name!r} have shape {tuple(given[name].shape)}; unconstrained values of "
-                f"{'one chain' if num_chains is None else f'{num_chains} chains'} have shape "
-                f"{(*chains, *shape)}"
-            )
-
-
-def _check_sites(given: Mapping[str, Tensor], potential: Potential, what: str) -> None:
-    if set(given) != set(potential.shapes):
-        raise ValueError(
-            f"{what} are given for {sorted(given)}; the model's latent sites are {sorted(potential.shapes)}"
-        )
-
-
-def _refuse_point(potential: Potential, position: Tensor, what: str, whose: str = "") -> None:
-    at_fault = potential.non_finite_sites(potential.unflatten(position), potential.draw_indices())
-    if at_fault:
-        raise ValueError(
-            f"the {what}{whose} are no place to be; not finite there: {', '.join(at_fault)}. They are taken "
-            "as unconstrained values"
-        )
-
-
 def _share_storage(several: list[dict[str, Tensor]]) -> bool:
     first = several[0]
     return all(
@@ -515,16 +461,35 @@ def _share_storage(several: list[dict[str, Tensor]]) -> bool:
     )
 
 
-def _check_step_size(value: float, step: int | None = None) -> float:
-    if not (value > 0 and math.isfinite(value)):
+def _check_step_size(value: Any, step: int | None = None) -> float:
+    value = _numbers("step_size", value, "a number for all chains, or a function of the step")
+    if isinstance(value, tuple) or not (value > 0 and math.isfinite(value)):
         raise ValueError(f"step_size is {value}{_at(step)}; pass a finite number > 0")
     return value
 
 
-def _check_temperature(value: float, step: int | None = None) -> float:
-    if not (value >= 0 and math.isfinite(value)):
-        raise ValueError(f"temperature is {value}{_at(step)}; pass a finite number >= 0")
+def _check_temperature(value: Any, step: int | None = None) -> Temperature:
+    value = _numbers(
+        "temperature", value, "a number, a list of one for each chain, or a function of the step"
+    )
+    for number in value if isinstance(value, tuple) else (value,):
+        if not (number >= 0 and math.isfinite(number)):
+            what = "a finite number" if number is value else "finite numbers"
+            raise ValueError(f"temperature is {value}{_at(step)}; pass {what} >= 0")
     return value
+
+
+def _numbers(name: str, value: Any, allowed: str) -> Temperature:
+    """A number as it is, or a tuple of numbers from a sequence, an array or a tensor."""
+    if isinstance(value, (int, float)):
+        return value
+    try:
+        tensor = torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} is {value!r}; pass {allowed}") from error
+    if tensor.dim() > 1 or tensor.numel() == 0:
+        raise ValueError(f"{name} has the shape {tuple(tensor.shape)}; pass {allowed}")
+    return tuple(tensor.tolist()) if tensor.dim() else float(tensor)
 
 
 def _at(step: int | None) -> str:

@@ -6,18 +6,22 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal, Unpack
 
 from pyro.infer.autoguide.initialization import init_to_sample
-from pyro.infer.mcmc.util import diagnostics, print_summary, select_samples
+from pyro.infer.mcmc.util import select_samples
 from torch import Tensor
 
 from pyro_sym.infer.chains import Chains, Divergence
 from pyro_sym.infer.draws import Draws, DrawsInMemory
 from pyro_sym.infer.fingerprint import describe
 from pyro_sym.infer.kernels import BAOA, SGHMC
+from pyro_sym.infer.progress import Bar, Callback, Progress, asks_to_stop
 from pyro_sym.infer.skeleton import Options, StochasticGradientKernel
+from pyro_sym.infer.starts import refuse_copies
 from pyro_sym.infer.store import DrawsOnDisk, Store, block_of_draws, random_state, set_random_state
+from pyro_sym.infer.summaries import diagnose, print_table
 
 __all__ = ["VectorizedMCMC", "deep_ensemble"]
 
@@ -43,7 +47,14 @@ class VectorizedMCMC:
             ``"raise"`` an error that names chain, step and first site; draws so far stay readable.
             ``"mask"`` the chain: its draws from there on are NaN, ``diverged`` says where and why, and the
             others go on.
-        disable_progbar: whether to show no progress bar.
+        disable_progbar: whether to show no progress bar. It counts steps if a draw takes several, and is
+            drawn anew five times a second.
+        callback: is called between draws with a :class:`~pyro_sym.infer.progress.Progress`: how far the run
+            is, energies, temperatures, and the draws so far. If it returns ``True`` or raises
+            ``StopIteration`` the run ends there, with the draws that there are; another error ends it as
+            well, is raised, and leaves them too. Whatever it draws at random, the run is the same with and
+            without it.
+        callback_every: draws from one call to the next, warm-up included.
         store: a directory to write draws and statistics to, a block at a time, instead of keeping them in
             memory (:class:`~pyro_sym.infer.store.Store`). It can be opened while the run goes on:
             ``xarray.open_datatree(store, engine="zarr")``.
@@ -92,6 +103,8 @@ class VectorizedMCMC:
         store: str | os.PathLike[str] | None = None,
         resume: bool = False,
         store_every: int | None = None,
+        callback: Callback | None = None,
+        callback_every: int = 1,
     ) -> None:
         if not isinstance(kernel, StochasticGradientKernel):
             raise TypeError(
@@ -105,10 +118,13 @@ class VectorizedMCMC:
             ("warmup_steps", warmup_steps, 0),
             ("num_chains", num_chains, 1),
             ("thinning", thinning, 1),
+            ("callback_every", callback_every, 1),
             *([] if store_every is None else [("store_every", store_every, 1)]),
         ):
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} is {value!r}; pass an integer >= {least}")
+        if callback is not None and not callable(callback):
+            raise TypeError(f"callback is {callback!r}; pass a function of a Progress")
         if on_divergence not in ("raise", "mask"):
             raise ValueError(f"on_divergence is {on_divergence!r}; pass 'raise' or 'mask'")
         if initial_params is not None and initial_values is not None:
@@ -127,7 +143,10 @@ class VectorizedMCMC:
         self.store = None if store is None else Store(store)
         self.resume = resume
         self.store_every = store_every
+        self.callback = callback
+        self.callback_every = callback_every
         self.diverged: dict[int, Divergence] = {}
+        self._ended = "call run() first"
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] = {}
         self._chains: Chains | None = None
@@ -137,20 +156,30 @@ class VectorizedMCMC:
         """Draw ``num_samples`` from each chain.
 
         An interrupt (Ctrl-C) or a divergence ends the run with its error; the draws up to there stay
-        readable.
+        readable. So does a callback that stops the run, without an error.
 
         Args:
             *args: the model's positional arguments.
             **kwargs: the model's keyword arguments.
 
         Raises:
-            ValueError: if the model can't be sampled, initial values don't fit it, or the store holds another
-                run.
+            ValueError: if the model can't be sampled, initial values don't fit it, chains would stay copies
+                of each other, the number of temperatures is not that of the chains, or the store holds
+                another run.
             DivergenceError: if a chain diverges, unless chains are masked.
             FileExistsError: if there is something at the path of the store, and it is not to be resumed.
             OSError: if the store can't be written, as when the disk is full.
         """
         self._args, self._kwargs = args, kwargs
+        self._draws, self._ended = None, "the run ended before its first draw"
+        try:
+            self._take_draws()
+        except BaseException as error:
+            self._ended = f"the run was ended by {type(error).__name__}: {error}".rstrip(": ")
+            raise
+
+    def _take_draws(self) -> None:
+        """Start the chains, and take what draws are left of the run."""
         with ExitStack() as stack:
             if self.store is None:
                 chains = self._start()
@@ -161,14 +190,23 @@ class VectorizedMCMC:
             self._chains, self.diverged = chains, chains.diverged
             self._draws = stack.enter_context(draws)
             began = time.perf_counter() - draws.sampling_time
-            for draw in self._progress(chains, draws.done):
-                chains.advance(self.thinning, warming_up=draw < self.warmup_steps)
-                if draw >= self.warmup_steps:
+            total = self.warmup_steps + self.num_samples
+            bar = stack.enter_context(Bar(total, draws.done, self.thinning, disable=self.disable_progbar))
+            for draw in range(draws.done, total):
+                warming_up = draw < self.warmup_steps
+                chains.advance(
+                    self.thinning,
+                    warming_up=warming_up,
+                    tick=partial(bar.tick, chains, warming_up=warming_up),
+                )
+                if not warming_up:
                     draws.append()
                 draws.proceed(time.perf_counter() - began)
+                if self._stops(chains, draws):
+                    break
 
     def _start(self) -> Chains:
-        return self.kernel.start(
+        chains = self.kernel.start(
             self._args,
             self._kwargs,
             num_chains=self.num_chains,
@@ -176,6 +214,21 @@ class VectorizedMCMC:
             initial_values=self.initial_values,
             on_divergence=self.on_divergence,
         )
+        steps = (self.warmup_steps + self.num_samples) * self.thinning
+        given = self.initial_params is not None or self.initial_values is not None
+        refuse_copies(chains, steps, given=given)
+        return chains
+
+    def _stops(self, chains: Chains, draws: Draws) -> bool:
+        """Call the callback if it is its turn, and ask whether it stops the run."""
+        if self.callback is None or draws.done % self.callback_every:
+            return False
+        kept = max(0, draws.done - self.warmup_steps)
+        progress = Progress(self, chains, draws.done, kept, draws.sampling_time)
+        self._ended = "the run is in its warm-up"
+        stops = asks_to_stop(self.callback, progress)
+        self._ended = f"the callback stopped the run after {draws.done} draws of the warm-up"
+        return stops
 
     def _start_with(self, store: Store) -> tuple[Chains, Draws]:
         """Start the chains, or start them once more as they were started, and set them to where they were."""
@@ -226,17 +279,6 @@ class VectorizedMCMC:
         """Seconds that the draws took, warm-up included, and those before a crash."""
         return 0.0 if self._draws is None else self._draws.sampling_time
 
-    def _progress(self, chains: Chains, done: int) -> Any:
-        from tqdm.auto import tqdm
-
-        total = self.warmup_steps + self.num_samples
-        bar = tqdm(range(done, total), initial=done, total=total, disable=self.disable_progbar)
-        for draw in bar:
-            yield draw
-            if not self.disable_progbar and draw % 16 == 0:
-                bar.set_description("Warmup" if draw < self.warmup_steps else "Sample", refresh=False)
-                bar.set_postfix(chains.report(), refresh=False)
-
     @property
     def _samples(self) -> Mapping[str, Tensor] | None:
         """Constrained values by site, ``(C, draws, *shape)``; also where the exporter looks for draws."""
@@ -257,8 +299,8 @@ class VectorizedMCMC:
         ]
 
     def _drawn(self) -> Draws:
-        if self._draws is None:
-            raise RuntimeError("there are no draws yet: call run() first")
+        if self._draws is None or self._draws.num_draws == 0:
+            raise ValueError(f"there are no draws: {self._ended}")
         return self._draws
 
     def get_samples(self, num_samples: int | None = None, group_by_chain: bool = False) -> dict[str, Tensor]:
@@ -271,6 +313,9 @@ class VectorizedMCMC:
         Returns:
             Values by site, of shape ``(C, draws, *shape)`` if grouped by chain, otherwise ``(draws, *shape)``
             without the draws of masked chains that are NaN.
+
+        Raises:
+            ValueError: if there are no draws; the message says why.
         """
         draws = self._drawn()
         samples = dict(draws.samples())
@@ -285,9 +330,13 @@ class VectorizedMCMC:
         Returns:
             As ``pyro.infer.MCMC.diagnostics()`` has it: ``{site: {"n_eff": …, "r_hat": …}}``, with
             ``"sample_stats"`` and ``"divergences"`` by ``"chain 0"``, ``"chain 1"``, …; the statistics are
-            those of the kernel's :meth:`~pyro_sym.StochasticGradientKernel.diagnostics`.
+            those of the kernel's :meth:`~pyro_sym.StochasticGradientKernel.diagnostics`. Effective sample
+            size and R-hat of fewer than four draws a chain are NaN.
+
+        Raises:
+            ValueError: if there are no draws; the message says why.
         """
-        report: dict[str, Any] = diagnostics(self._drawn().samples())
+        report = diagnose(self._drawn().samples())
         chains = self._diagnostics
         for name in ("divergences", "sample_stats"):
             report[name] = {f"chain {chain}": own[name] for chain, own in enumerate(chains)}
@@ -298,8 +347,11 @@ class VectorizedMCMC:
 
         Args:
             prob: of the interval shown.
+
+        Raises:
+            ValueError: if there are no draws, which the message explains, or ``prob`` is out of range.
         """
-        print_summary(self._drawn().samples(), prob=prob)
+        print_table(self._drawn().samples(), prob)
         for chain, divergence in self.diverged.items():
             print(f"chain {chain} diverged at step {divergence.step}: {divergence.what}")
 
@@ -314,6 +366,8 @@ def deep_ensemble(
     momentum: float = 0.9,
     kernel: type[BAOA] | type[SGHMC] = BAOA,
     model_kwargs: Mapping[str, Any] | None = None,
+    initial_params: Mapping[str, Tensor] | None = None,
+    initial_values: Mapping[str, Tensor] | None = None,
     **options: Unpack[Options],
 ) -> VectorizedMCMC:
     r"""Train a deep ensemble, or draw from the posterior by the same run: one number is the difference.
@@ -333,11 +387,17 @@ def deep_ensemble(
         momentum: of SGD.
         kernel: :class:`~pyro_sym.BAOA` or :class:`~pyro_sym.SGHMC`.
         model_kwargs: the model's keyword arguments.
+        initial_params: unconstrained values by site to start from, with the members in front.
+        initial_values: the same as constrained values.
         **options: of the kernel, ``temperature`` and ``init_strategy`` among them. (Kernels start from
             ``init_to_uniform``, as Pyro's do, which makes weights so large that units saturate.)
 
     Returns:
         The run, whose ``get_samples()`` are the members, one a chain.
+
+    Raises:
+        ValueError: if members would be copies of each other: they start at the same point (as with
+            ``init_to_pretrained``), and see the same data in each step (all of it, or batches of a loader).
 
     Example:
         >>> def model(x, y):
@@ -363,6 +423,8 @@ def deep_ensemble(
         warmup_steps=0,
         num_chains=num_members,
         thinning=num_steps,
+        initial_params=initial_params,
+        initial_values=initial_values,
         disable_progbar=True,
     )
     run.run(*args, **(model_kwargs or {}))

@@ -17,6 +17,7 @@ from pyro.poutine.messenger import _bound_partial, _context_wrap
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from pyro_sym._random import fork_random_state
 from pyro_sym.errors import SymmetryError
 from pyro_sym.program import Program
 from pyro_sym.symmetry.base import Element, Symmetry
@@ -77,7 +78,7 @@ def at_best_precision(
 ) -> T:
     """Look at a model in float64 if it runs there, else as it is; torch's random state is put back."""
     model = unblocked(model)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), fork_random_state():
         # A model with tensors of its own in single precision fails among doubles; a failure of another kind
         # comes again without them.
         with suppress(RuntimeError), default_dtype(torch.float64), own_params():

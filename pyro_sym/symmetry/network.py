@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from pyro_sym._random import fork_random_state
 from pyro_sym.symmetry.base import Element, Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
 from pyro_sym.symmetry.model import default_dtype
@@ -226,7 +227,7 @@ def symmetry_of(
     """
     twin = copy.deepcopy(net).to("cpu", torch.float64).requires_grad_(True).eval()
     args, kwargs = tree_map(_to_double, (example_args, example_kwargs))
-    with default_dtype(torch.float64), torch.random.fork_rng(devices=[]):
+    with default_dtype(torch.float64), fork_random_state():
         twin(*args, **kwargs)  # an error of the network's own comes as it is
         shapes, members = trace(twin, args, kwargs)
         verified = _verified(members, shapes, twin, args, kwargs)

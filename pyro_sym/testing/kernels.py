@@ -112,7 +112,7 @@ class _Case:
         return type(self.make(_normal(1))).__name__
 
     def path(self, draws: int, seed: int, temperature: Schedule, vectorized: bool = True) -> Tensor:
-        """Draws of two chains from one start, or of one chain in Pyro's driver."""
+        """Draws of two chains from one start (of two, at T = 0), or of one chain in Pyro's driver."""
         kernel = self.kernel(_normal(6), temperature)
         start = torch.linspace(-2.0, 2.0, 6, dtype=torch.float64)
         torch.manual_seed(seed)
@@ -120,7 +120,9 @@ class _Case:
             mcmc = MCMC(kernel, draws, 0, initial_params={"x": start}, disable_progbar=True)
             mcmc.run()
             return mcmc.get_samples()["x"]
-        params = {"x": start.expand(2, 6).clone()}
+        # Without noise chains of equal starts would be copies, which is refused.
+        second = start / 2 if temperature == 0.0 else start
+        params = {"x": torch.stack([start, second])}  # (2, 6)
         return _run(kernel, params, draws)
 
 

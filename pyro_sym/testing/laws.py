@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_sym._random import fork_random_state
+
 __all__ = ["FAILURE_RATE", "Z_LIMIT", "compare", "require", "try_laws"]
 
 #: The chance that a random comparison fails by bad luck, and the standard errors of a normal mean for it.
@@ -17,8 +19,7 @@ Z_LIMIT = 4.27
 
 def try_laws(subject: str, laws: Iterable[Callable[..., None]], seed: int, *args: Any) -> None:
     """Try laws in turn; an error of the user's own code gets a note on what was tried."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
+    with fork_random_state():
         torch.manual_seed(seed)
         for law in laws:
             try:

@@ -436,7 +436,7 @@ def test_other_kernels_and_unfit_starts_are_refused() -> None:
         ValueError, match=r"'a' have shape \(2,\); unconstrained values of 3 chains have shape \(3,\)"
     ):
         run(kernel, num_samples=1, num_chains=3, initial_params={**STARTS, "a": STARTS["a"][:2]})
-    with pytest.raises(RuntimeError, match="call run"):
+    with pytest.raises(ValueError, match="there are no draws: call run"):
         VectorizedMCMC(kernel, 5).get_samples()
 
 

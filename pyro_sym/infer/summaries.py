@@ -1,0 +1,77 @@
+"""Pyro's diagnostics and table of draws, with what can be said of few draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import product
+from typing import Any
+
+import torch
+from pyro.infer.mcmc.util import diagnostics
+from pyro.ops.stats import hpdi
+from torch import Tensor
+
+__all__ = ["diagnose", "print_table"]
+
+# Pyro's split R-hat halves chains, and wants two draws in each half.
+LEAST_DRAWS = 4
+
+
+def diagnose(samples: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Effective sample size and split R-hat by site.
+
+    Args:
+        samples: draws by site, of shape ``(C, draws, *shape)``.
+
+    Returns:
+        ``{site: {"n_eff": …, "r_hat": …}}``, each of the site's shape; NaN of fewer than four draws a chain.
+    """
+    report: dict[str, Any] = {}
+    for name, value in samples.items():
+        if value.shape[1] < LEAST_DRAWS:
+            unknown = torch.full(value.shape[2:], math.nan, dtype=value.dtype, device=value.device)
+            report[name] = {"n_eff": unknown, "r_hat": unknown.clone()}
+        else:
+            report |= diagnostics({name: value})
+    return report
+
+
+def print_table(samples: Mapping[str, Tensor], prob: float) -> None:
+    """Print mean, sd, median, interval, effective sample size and R-hat by coordinate, in Pyro's layout.
+
+    Args:
+        samples: draws by site, of shape ``(C, draws, *shape)``.
+        prob: of the interval.
+
+    Raises:
+        ValueError: if ``prob`` is out of range.
+    """
+    if not 0 < prob < 1:
+        raise ValueError(f"prob is {prob}; pass the probability of the interval, > 0 and < 1")
+    ends = [f"{50 * (1 - prob):.1f}%", f"{50 * (1 + prob):.1f}%"]
+    columns = ["mean", "std", "median", *ends, "n_eff", "r_hat"]
+    rows: dict[str, list[float]] = {}
+    for name, value in samples.items():
+        convergence = diagnose({name: value})[name]
+        draws = value.flatten(0, 1)  # (C * draws, *shape)
+        single = len(draws) == 1
+        low, high = (draws[0], draws[0]) if single else hpdi(draws, prob)
+        shown = [
+            draws.mean(0),
+            torch.full_like(draws[0], math.nan) if single else draws.std(0),
+            draws.median(0).values,
+            low,
+            high,
+            convergence["n_eff"],
+            convergence["r_hat"],
+        ]
+        for index in product(*map(range, value.shape[2:])):
+            label = name + (f"[{','.join(map(str, index))}]" if index else "")
+            rows[label] = [float(column[index]) for column in shown]
+    width = max(10, *map(len, rows))
+    print()
+    print(f"{'':>{width}}", *(f"{column:>9}" for column in columns))
+    for label, numbers in rows.items():
+        print(f"{label:>{width}}", *(f"{number:>9.2f}" for number in numbers))
+    print()
