@@ -260,8 +260,8 @@ def test_a_ladder_of_temperatures_may_rise_from_zero(kind: Any) -> None:
     for chain, expected in enumerate(ladder):
         stats = mcmc.diagnostics()["sample_stats"][f"chain {chain}"]
         at = stats["temperature"]
-        assert (at[:10] == 0).all() and at[10].isnan() and at[-1] == expected
-        kept = mcmc.get_samples(group_by_chain=True)["x"][chain, at > 0]
+        assert (at[:10] == 0).all() and (at[10:] == expected).all()
+        kept = mcmc.get_samples(group_by_chain=True)["x"][chain, 50:]
         error = Z_LIMIT * math.sqrt(2 / 2_000) + 0.03
         for draw in (kept[0], kept[-1]):
             assert abs(float(draw.square().mean()) / expected - 1) < error
