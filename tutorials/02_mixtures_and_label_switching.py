@@ -19,9 +19,11 @@
 # %%
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 
 import arviz as az
@@ -29,7 +31,7 @@ import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.infer import SVI, RenyiELBO, Trace_ELBO
+from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from pyro.infer.autoguide.initialization import init_to_value
 from pyro.optim import ClippedAdam
@@ -40,8 +42,8 @@ from torch import Tensor
 import pyro_sym as ps
 
 SMALL = os.environ.get("PYRO_SYM_TUTORIALS", "full") == "small"  # a smoke run
-STEPS, DRAWS, FEWER, THINNING, PARTICLES, MOST = (
-    (300, 100, 40, 10, 40, 4) if SMALL else (800, 400, 200, 20, 300, 5)
+STEPS, DRAWS, FEWER, THINNING, PARTICLES, MOST, PROPOSED = (
+    (300, 100, 100, 10, 40, 4, 500) if SMALL else (800, 400, 400, 20, 300, 5, 2000)
 )
 CHAINS = 4
 
@@ -227,17 +229,97 @@ figure.savefig(OUT / "labels.png", dpi=150)
 # many, two that share a cluster are hardly told apart, exchanging them is hardly a change, and the guide
 # covers both copies already. The symmetrised guide adds what is due, the *gain*, never more than log K!.
 #
-# As the judge we take an estimate of the log evidence by importance sampling with the symmetrised guide
-# as proposal, Pyro's `RenyiELBO` at alpha = 0. Beside it stands leave-one-out cross-validation, from draws of
-# the chains. Labels don't enter that one, so nothing needs to be aligned.
+# We need a judge, the log evidence itself. Importance sampling with the guide as its proposal would be
+# simplest, but a mean-field guide is a poor proposal: with four components 300 of its draws were worth 7, and
+# the estimate was 9 nats too low. **Bridge sampling** also takes draws of the posterior, which the chains
+# have made. Its proposal is a Student t with mean and covariance of one half of the aligned draws, averaged
+# over all K! labels, as the posterior is the same for all of them. With $p$ the joint density, $q$ the
+# proposal, and $a + b = 1$ the shares of draws from the posterior and from the proposal,
+#
+# $$Z = \frac{\mathbb E_q[p / (a p + b Z q)]}{\mathbb E_p[q / (a p + b Z q)]}.$$
+#
+# Each chain gives an estimate of its own, so there is a standard error. Beside the evidence stands
+# leave-one-out cross-validation, from draws of the chains, too. Labels don't enter that one, so nothing needs
+# to be aligned.
 
 
 # %%
+def log_joint(K: int, draws: dict[str, Tensor]) -> Tensor:
+    """The log joint density of a batch of draws, as `mixture(K)` has it."""
+    weights, locs, scales = (
+        draws[site] for site in ("weights", "locs", "scales")
+    )  # (n, K), and (n, K, 2) twice
+    components = dist.Normal(locs.unsqueeze(1), scales.unsqueeze(1)).to_event(1)  # (n, 1, K)
+    flowers = dist.MixtureSameFamily(dist.Categorical(weights.unsqueeze(1)), components)
+    return (
+        dist.Dirichlet(torch.full((K,), 2.0)).log_prob(weights)
+        + dist.Normal(0.0, 1.5).log_prob(locs).sum((-1, -2))
+        + dist.LogNormal(-0.7, 0.5).log_prob(scales).sum((-1, -2))
+        + flowers.log_prob(x).sum(-1)
+    )
+
+
+def to_vectors(draws: dict[str, Tensor]) -> Tensor:
+    """Coordinates without bounds: log ratios of weights, means, log scales. Labels move them linearly."""
+    logs = draws["weights"].log()
+    parts = (logs[:, :-1] - logs[:, -1:], draws["locs"].flatten(1), draws["scales"].log().flatten(1))
+    return torch.cat(parts, -1)
+
+
+def from_vectors(K: int, vectors: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Draws, and the log volume that they have for one of the vectors: the same for all labels."""
+    ratios, locs, scales = vectors.split((K - 1, 2 * K, 2 * K), -1)
+    weights = torch.cat([ratios, torch.zeros_like(ratios[:, :1])], -1).softmax(-1)
+    draws = {
+        "weights": weights,
+        "locs": locs.unflatten(-1, (K, 2)),
+        "scales": scales.exp().unflatten(-1, (K, 2)),
+    }
+    return draws, weights.log().sum(-1) + scales.sum(-1)
+
+
+def bridge(ours: Tensor, theirs: Tensor) -> Tensor:
+    """log Z, from log p / q at draws of the posterior and of the proposal: Meng and Wong's fixed point."""
+    share, rest = (math.log(len(one) / (len(ours) + len(theirs))) for one in (ours, theirs))
+    log_z = theirs.logsumexp(0) - math.log(len(theirs))
+    for _ in range(500):
+        here, there = (torch.logaddexp(share + ratio, rest + log_z) for ratio in (ours, theirs))
+        above = (theirs - there).logsumexp(0) - math.log(len(theirs))
+        below = (-here).logsumexp(0) - math.log(len(ours))
+        log_z = above - below
+    return log_z
+
+
+def judge(K: int, aligned: dict[str, Tensor]) -> tuple[float, float]:
+    """The log evidence, and its standard error from what the chains say each by itself."""
+    vectors = torch.stack(
+        [to_vectors(dict(zip(aligned, one, strict=True))) for one in zip(*aligned.values(), strict=True)]
+    )
+    fitted, judged = vectors[:, ::2].flatten(0, 1), vectors[:, 1::2]  # (chains draws, d), (chains, draws, d)
+    spread = torch.linalg.cholesky(fitted.T.cov())
+    proposal = dist.MultivariateStudentT(torch.tensor(5.0), fitted.mean(0), spread)
+
+    def log_ratio(vectors: Tensor) -> Tensor:
+        """log p / q, the proposal averaged over all labels."""
+        draws, log_volume = from_vectors(K, vectors)
+        copies = [
+            proposal.log_prob(to_vectors({site: value[:, list(labels)] for site, value in draws.items()}))
+            for labels in permutations(range(K))
+        ]
+        return log_joint(K, draws) + log_volume - torch.stack(copies).logsumexp(0) + math.lgamma(K + 1)
+
+    by_chain = torch.stack(
+        [bridge(log_ratio(own), log_ratio(proposal.sample((PROPOSED,)))) for own in judged]
+    )
+    return float(by_chain.mean()), float(by_chain.std() / math.sqrt(len(by_chain)))
+
+
 def study(K: int, guide: ps.AutoSymmetrized, mcmc: ps.VectorizedMCMC) -> dict[str, float]:
     model = mixture(K)
     with torch.no_grad():
         plain = -Trace_ELBO(num_particles=PARTICLES).loss(model, guide.guide, x)
-        evidence = -RenyiELBO(alpha=0, num_particles=PARTICLES).loss(model, guide, x)
+        aligned = ps.align(mcmc.get_samples(group_by_chain=True), symmetry, group_by_chain=True)
+        evidence, error = judge(K, aligned.samples)
     gain = guide.symmetry_gain(x, num_samples=PARTICLES)
     with warnings.catch_warnings():
         # ArviZ warns of influential flowers; here they are counted instead.
@@ -250,6 +332,7 @@ def study(K: int, guide: ps.AutoSymmetrized, mcmc: ps.VectorizedMCMC) -> dict[st
         "symmetrised": plain + gain.estimate,
         "plain + log K!": plain + gain.log_order,
         "evidence": evidence,
+        "± its error": error,
         "LOO": float(loo.elpd if hasattr(loo, "elpd") else loo.elpd_loo),  # ArviZ 1.x, and before
         "k > 0.7": int((loo.pareto_k > 0.7).sum()),
     }
@@ -267,13 +350,19 @@ for K in sorted(table):
 # %% [markdown]
 # Read it from left to right. The gain is log K! as long as the guide's components are distinct, and less
 # than that where some overlap. Plain ELBOs understate what a further component brings by the difference of
-# two gains, more than a nat from three to four. An estimate of the evidence is as good as its proposal.
-# In the mean it lies above the symmetrised ELBO, and the gap between them is part of what a mean-field guide
-# loses.
+# two gains, more than a nat from three to four.
 #
-# Evidence and cross-validation need not choose alike. The evidence charges for every parameter by its prior;
-# cross-validation asks how well the next flower is predicted, and components too many cost it less. The last
-# column counts the flowers with a Pareto k above 0.7, for which its estimate is not to be relied on.
+# Symmetrising mends that part of the gap between ELBO and evidence, and no other. For two and three
+# components the symmetrised ELBO is within two nats or so of the evidence. With four the mean-field guide is
+# stuck at a poor optimum, ten nats below: **by the ELBO three components are best, by the evidence four**,
+# and cross-validation is for four as well. A bound that is loose for one model and tight for another does not
+# compare them; an estimate with an error does.
+#
+# The error grows with components too many, as the posterior then has modes that are no copies of each other
+# and a single Student t fits it less well. The last column counts the flowers with a Pareto k above 0.7, for
+# which
+# leave-one-out is not to be relied on. (At the small size of this tutorial the chains of four components are
+# too short to have left where the guide put them; trust the numbers of the full size.)
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
@@ -308,7 +397,12 @@ for K, row in table.items():
     assert row["gain"] < row["log K!"] + 1e-9, f"{K} components: never more than log K!"
     assert row["symmetrised"] < row["evidence"] + 0.5, f"{K} components: the symmetrised ELBO is a bound"
 assert table[4]["gain"] - table[3]["gain"] > 1, "a plain ELBO understates the fourth component by a nat"
-loss = {judge: table[3][judge] - table[MOST][judge] for judge in ("evidence", "LOO")}
-assert loss["LOO"] < loss["evidence"] - 1, "components too many cost cross-validation less than the evidence"
-assert max(table, key=lambda K: table[K]["evidence"]) == 3, "the evidence is for three species"
+for K, row in table.items():
+    assert row["± its error"] < (1.0 if SMALL else 0.4), f"{K} components: the judge is sure of its evidence"
+assert table[3]["evidence"] > table[2]["evidence"] + 3, "the evidence is for three components over two"
+assert table[3]["symmetrised"] > table[4]["symmetrised"] + 3, "by the ELBO three are best"
+if not SMALL:
+    assert max(table, key=lambda K: table[K]["evidence"]) == 4, "by the evidence four are"
+    assert table[4]["evidence"] > table[3]["evidence"] + 1.5, "and the errors leave no doubt of it"
+    assert table[4]["LOO"] > table[3]["LOO"], "cross-validation agrees"
 print("all claims hold")

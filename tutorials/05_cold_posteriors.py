@@ -157,8 +157,9 @@ for name, values in measured.items():
 # cold posterior measured there would have been a warmer one. Use larger batches or a smaller learning rate,
 # or let the thermostat of `SGNHT` take up the heat.
 #
-# The kinetic temperature of `BAOA` can't see a step size that is too large: for that, the same report has a
-# `configurational_temperature`, of positions.
+# On a Gaussian the kinetic temperature can't see a step size that is too large, on other targets it can: if
+# it is high on all rows, too, halve the step. The same report has a `configurational_temperature`, of
+# positions.
 
 # %%
 figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)

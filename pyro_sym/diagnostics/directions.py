@@ -118,12 +118,13 @@ def directional_temperatures(
 def _warn(table: pd.DataFrame, off: pd.Series, mean: float) -> None:
     worst = (table["temperature"].where(off) - 1).abs().idxmax()
     row = table.loc[worst]
+    band = f"[{row['temperature_low']:.3g}, {row['temperature_high']:.3g}]"
     warnings.warn(
         f"{int(off.sum())} of {len(table)} principal directions are not at the target's temperature: along "
         f"direction {worst}, where draws have a standard deviation of {row['sd']:.3g}, it is "
-        f"{row['temperature']:.3g} of it, outside of [{row['temperature_low']:.3g}, "
-        f"{row['temperature_high']:.3g}], and {mean:.3g} in the mean over directions. Minibatch noise that differs by direction does this, and a "
-        "thermostat does not mend it: use gradient='control_variate' or larger batches, and smaller steps",
+        f"{row['temperature']:.3g} of it, outside of {band}, and {mean:.3g} in the mean over directions. "
+        "Minibatch noise that differs by direction does this, and a thermostat does not mend it: use "
+        "gradient='control_variate' or larger batches, and smaller steps",
         stacklevel=3,
     )
 

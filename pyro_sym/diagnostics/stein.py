@@ -140,8 +140,7 @@ def kernel_stein_discrepancy(
         Gorham and Mackey (2017), "Measuring sample quality with kernels" (arXiv 1703.01717), for the kernel.
         Liu, Lee and Jordan (2016, arXiv 1602.03253) and Chwialkowski, Strathmann and Gretton (2016, arXiv
         1602.02964), for U-statistic and bootstrap, with dependent signs in the latter.
-        Wenliang and Kanagawa (2020, arXiv 2010.07064), for what
-        scores do not see.
+        Wenliang and Kanagawa (2020, arXiv 2010.07064), for what scores do not see.
     """
     x, s = _scaled(draws, score, scale)
     if not c > 0 or not -1 < beta < 0:

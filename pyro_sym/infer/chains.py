@@ -222,17 +222,17 @@ class Chains:
         while steps > 0:
             if self._compiles(warming_up) and not self._warms_within(block):
                 self._take_block(block)
-                steps -= block
                 tick(block)
             else:
                 with _quiet():
-                    self._take_step(warming_up)
-                steps -= 1
-                tick(1)
+                    for _ in range(block):
+                        self._take_step(warming_up)
+                        tick(1)
+            steps -= block
 
     def _take_step(self, warming_up: bool) -> None:
         self.step_size = self.kernel.step_size_at(self.step)
-        self._set_temperature(self._checked(self.kernel.temperature_at(self.step)))
+        self._set_temperature(self.kernel.temperature_at(self.step))
         minibatch = None
         for group in self._groups:
             state = self._moved(self._noise(group), group)
@@ -250,9 +250,9 @@ class Chains:
         return any(any(self._rises(was, now)) for was, now in itertools.pairwise(temperatures))
 
     def _rises(self, was: Temperature, now: Temperature) -> list[bool]:
-        """Which chains warm up from temperature 0."""
-        if was == now:
-            return []
+        """Whether all chains, or which of them, warm up from temperature 0."""
+        if not isinstance(was, tuple) and not isinstance(now, tuple):
+            return [was == 0 < now]
         return [a == 0 < b for a, b in zip(self._by_chain(was), self._by_chain(now), strict=True)]
 
     def _set_temperature(self, temperature: Temperature) -> None:
@@ -261,13 +261,14 @@ class Chains:
         Where it rises from 0, momenta and all else that the dynamics carries besides positions are drawn
         anew: those of an optimiser have no temperature.
         """
-        rises = self._rises(self.temperature, temperature)
-        self.temperature = temperature
+        now = self._checked(temperature)
+        rises = self._rises(self.temperature, now)
+        self.temperature = now
         if any(rises):
             self.relaxed = 0.0
             if len(self.state) > 1:
                 fresh = self._initial_state(self.position, list(self.potential.sizes.values()))
-                risen = torch.tensor(rises, device=self.position.device).unsqueeze(-1)  # (C, 1)
+                risen = torch.tensor(rises, device=self.position.device).unsqueeze(-1)  # (C, 1) or (1, 1)
                 self.state = tuple(torch.where(risen, *two) for two in zip(fresh, self.state, strict=True))
 
     def _relax(self, *step_sizes: float) -> None:
@@ -299,7 +300,7 @@ class Chains:
         """Take steps by compiled code; if something is not finite, again one by one to find what."""
         assert self._fused is not None and isinstance(self.source, PlateRows)
         step_sizes, temperatures = self.kernel.schedule(self.step, steps)
-        self._set_temperature(self._checked(temperatures[0]))
+        self._set_temperature(temperatures[0])
         sizes, heats = self._numbers(step_sizes, temperatures)
         mass = () if self.inverse_mass is None else (self.inverse_mass,)
         rows = None

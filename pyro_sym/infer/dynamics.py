@@ -414,11 +414,10 @@ def sgnht(
     excess = _mean_over(inverse_mass * ((before + momentum) / 2) ** 2, sizes) - temperature
     if thermal_inertia is None:
         # h / mu = 1 / (20^2 h T); at T = 0 any excess takes the thermostat to its bound
-        change = excess / _at_least(temperature, 1e-30) / (INERTIA_STEPS**2 * step_size)
+        rate = 1 / (INERTIA_STEPS**2 * step_size * _at_least(temperature, 1e-30))
     else:
-        change = step_size / thermal_inertia * excess
-    bound = _at_least(1 / step_size, friction)
-    thermostat = (thermostat + change).clamp(max=bound)
+        rate = step_size / thermal_inertia
+    thermostat = _plus(thermostat, rate, excess).clamp(max=_at_least(1 / step_size, friction))
     return position, momentum, thermostat
 
 

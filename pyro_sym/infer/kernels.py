@@ -222,10 +222,9 @@ class _Underdamped(StochasticGradientKernel):
         self.friction = friction
         self.noise_estimate = noise_estimate
 
-    def relaxation(self, step_size: float) -> float:
-        """By friction (:func:`~pyro_sym.infer.schedules.relaxation_share`), or as the schedule has it."""
-        own = super().relaxation(step_size)
-        return own if own < math.inf else relaxation_share(self.friction, step_size)
+    def own_relaxation(self, step_size: float) -> float:
+        """By friction (:func:`~pyro_sym.infer.schedules.relaxation_share`)."""
+        return relaxation_share(self.friction, step_size)
 
     @classmethod
     def from_sgd(
@@ -513,11 +512,9 @@ class SGNHT(StochasticGradientKernel):
         self.thermostats = thermostats
         self._groups: list[int] | None = None
 
-    def relaxation(self, step_size: float) -> float:
+    def own_relaxation(self, step_size: float) -> float:
         """As for the other kernels with friction, but in eight times the steps of a thermostat at least."""
-        own = super().relaxation(step_size)
-        steps = 1 / (8 * dynamics.INERTIA_STEPS)
-        return own if own < math.inf else min(steps, relaxation_share(self.friction, step_size))
+        return min(1 / (8 * dynamics.INERTIA_STEPS), relaxation_share(self.friction, step_size))
 
     def initial_state(
         self, position: Tensor, noise: Tensor, temperature: Factor, inverse_mass: Factor, sizes: list[int]

@@ -57,7 +57,7 @@ class Recorder:
         energy, *parts = (_stack(several) for several in zip(*self._pending, strict=True))
         energy = energy.to(torch.float64, copy=True)  # the next step may write over it
         step_sizes, temperatures, relaxed = zip(*self._settings, strict=True)
-        settings = {  # (draws, C) each
+        settings = {  # each (draws, C)
             "step_size": _by_chain(step_sizes, energy),
             "temperature": _by_chain(temperatures, energy),
         }

@@ -194,19 +194,24 @@ class StochasticGradientKernel(MCMCKernel):
         return position, dynamics.draw_momentum(noise, temperature=temperature, inverse_mass=inverse_mass)
 
     def relaxation(self, step_size: float) -> float:
-        """What share of a relaxation time a step is, after the temperature rose from 0.
+        """What share of a relaxation time a step is, after a :class:`~pyro_sym.Cyclical` left temperature 0.
 
         Args:
             step_size: of the step.
 
         Returns:
-            That of a :class:`~pyro_sym.Cyclical` with a ``relaxation`` of its own; infinite, if neither it
-            nor the dynamics has one.
+            The share; infinite with other schedules, and where neither the cycle nor the dynamics has a time.
         """
         cycle = cycle_of(self.temperature)
-        if cycle is None or cycle.relaxation is None:
+        if cycle is None:
             return math.inf
-        return 1 / (cycle.relaxation + 0.5)  # which the step after so many takes past 1, rounded or not
+        if cycle.relaxation is not None:
+            return 1 / (cycle.relaxation + 0.5)  # which the step after so many takes past 1, rounded or not
+        return self.own_relaxation(step_size)
+
+    def own_relaxation(self, step_size: float) -> float:
+        """What share of the dynamics' own relaxation time a step is; infinite, if it has none."""
+        return math.inf
 
     def thermal_momentum(
         self,
@@ -430,8 +435,8 @@ class StochasticGradientKernel(MCMCKernel):
         ``kinetic_temperature`` and ``configurational_temperature`` are those of
         :mod:`pyro_sym.infer.temperature`, which says what each can and can't see, overall and (as ``site_…``,
         with the sites along the last dim) by site. ``step_size`` and ``temperature`` are those of the last
-        step of the draw; ``temperature`` is NaN while a chain relaxes after its temperature rose from 0
-        (:class:`~pyro_sym.Cyclical`).
+        step of the draw; ``temperature`` is NaN while a chain relaxes after a :class:`~pyro_sym.Cyclical`
+        left temperature 0.
 
         Returns:
             ``{"sample_stats": {name: tensor}}``, each tensor in float64 and of shape ``(draws,)`` or

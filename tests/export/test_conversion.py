@@ -93,7 +93,7 @@ def test_attributes_say_what_was_done(nuts: MCMC) -> None:
 
 
 def test_attributes_of_our_kernels() -> None:
-    cycle = Cyclical(1e-2, period=10)
+    cycle = Cyclical(1e-2, period=10, relaxation=1)
     kernel = BAOA(mixture, step_size=cycle.step_size, friction=2.0, temperature=lambda step: 0.5, thinning=3)
     mcmc = VectorizedMCMC(kernel, 4, 2, num_chains=2, disable_progbar=True)
     mcmc.run(Y)

@@ -112,7 +112,7 @@ def test_a_step_of_the_thermostat_is_the_same_in_all_units() -> None:
     length, heat = 1e-3, 7.0  # of a narrow posterior at another temperature; unit mass, so time goes along
     time = length / math.sqrt(heat)
     options: dict[str, Any] = {"step_size": 0.2, "friction": 0.7, "temperature": 0.4}
-    scaled = {"step_size": 0.2 * time, "friction": 0.7 / time, "temperature": 0.4 * heat}
+    scaled: dict[str, Any] = {"step_size": 0.2 * time, "friction": 0.7 / time, "temperature": 0.4 * heat}
 
     def difference(inertia: float | None) -> float:
         one = sgnht(theta, m, zeta, slope, xi, thermal_inertia=inertia, **options)
@@ -498,7 +498,7 @@ def test_the_thermostat_at_zero_temperature_is_gradient_descent(temperature: flo
         expected = expected - 0.125**2 * expected
         torch.testing.assert_close(theta, expected, rtol=0, atol=1e-15)
     at_rest = torch.zeros_like(theta)  # nothing moves, and 0 / 0 is no number
-    options = {"step_size": 0.125, "friction": 1.0, "temperature": temperature}
+    options: dict[str, Any] = {"step_size": 0.125, "friction": 1.0, "temperature": temperature}
     for value in sgnht(at_rest, at_rest, torch.ones(1), at_rest, at_rest, **options):
         assert value.isfinite().all()
 

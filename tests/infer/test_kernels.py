@@ -397,12 +397,12 @@ def test_schedules_are_functions_of_the_step() -> None:
     kernel = BAOA(
         full_model,
         step_size=lambda step: 0.1 / (1 + step),
-        temperature=lambda step: 0.5 + 0.5 * (step % 2),
+        temperature=lambda step: 0.5 * (step % 2),
         thinning=3,
     )
     chain = run(kernel, 4, warmup_steps=1).diagnostics()["sample_stats"]["chain 0"]
     torch.testing.assert_close(chain["step_size"], 0.1 / (1 + torch.tensor([5.0, 8.0, 11.0, 14.0])))
-    torch.testing.assert_close(chain["temperature"], torch.tensor([1.0, 0.5, 1.0, 0.5]))
+    torch.testing.assert_close(chain["temperature"], torch.tensor([0.5, 0.0, 0.5, 0.0]))
 
 
 def test_scheduled_step_size_moves_the_chain_by_it() -> None:

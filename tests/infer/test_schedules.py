@@ -243,3 +243,27 @@ def test_blocks_of_steps_stop_at_an_onset(monkeypatch: pytest.MonkeyPatch) -> No
     assert warmed == [0.0, 1.0, 1.0], "at the start, and at each onset"
     temperature = mcmc.diagnostics()["sample_stats"]["chain 0"]["temperature"]
     assert (temperature > 0).tolist() == [cycle.keeps(step) for step in range(9, 90, 10)]
+
+
+@pytest.mark.parametrize("kind", [SGHMC, SGNHT])
+def test_a_ladder_of_temperatures_may_rise_from_zero(kind: Any) -> None:
+    ladder = (0.5, 2.0)
+    pyro.set_rng_seed(1)
+    kernel = kind(
+        normal(2_000),
+        step_size=0.2,
+        friction=2.0,
+        temperature=lambda step: ladder if step >= 50 else (0.0, 0.0),
+    )
+    mcmc = VectorizedMCMC(kernel, 80, 0, num_chains=2, thinning=5, disable_progbar=True)
+    mcmc.run()
+    for chain, expected in enumerate(ladder):
+        stats = mcmc.diagnostics()["sample_stats"][f"chain {chain}"]
+        at = stats["temperature"]
+        assert (at[:10] == 0).all() and (at[10:] == expected).all()
+        kept = mcmc.get_samples(group_by_chain=True)["x"][chain, 50:]
+        error = Z_LIMIT * math.sqrt(2 / 2_000) + 0.03
+        for draw in (kept[0], kept[-1]):
+            assert abs(float(draw.square().mean()) / expected - 1) < error
+        # momenta that were drawn at the onset have their temperature at once
+        assert abs(float(stats["kinetic_temperature"][10:].mean()) / expected - 1) < 0.05

@@ -128,7 +128,7 @@ def kernel(kind: type[Any] = BAOA, model: Any = regression, **options: Any) -> S
 
 
 def cyclical() -> StochasticGradientKernel:
-    cycle = Cyclical(0.01, 10)
+    cycle = Cyclical(0.01, 10, relaxation=1)
     return kernel(SGLD, step_size=cycle.step_size, temperature=cycle.temperature)
 
 
