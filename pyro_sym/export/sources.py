@@ -130,7 +130,7 @@ def _from_store(
     stats = _mcmc_stats(run._diagnostics, draws)
     dims: dict[str, list[str | None]] = {name: [LATENT_SITE] for name in stats if name.startswith("site_")}
     coords = {LATENT_SITE: run.sites} if dims else {}
-    return Fit(draws, model, args, kwargs, stats, run.attrs, True, coords, dims)
+    return Fit(draws, model, args, kwargs, stats, run.attrs, coords=coords, dims=dims)
 
 
 def from_guide(

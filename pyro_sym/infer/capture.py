@@ -117,7 +117,7 @@ class Capture(Messenger):
                     f"the guide has a factor or an observation {msg['name']!r}, so its draws do not have "
                     "the density of its sites; remove it"
                 )
-            msg["stop"] = self.runs_model
+            msg["stop"] = self.runs_model or (self.hide and is_deterministic(msg))
             return
         frames = tuple(msg["cond_indep_stack"])
         hidden = self.hide and not in_subsampled_plate(frames)

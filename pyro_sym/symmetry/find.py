@@ -18,7 +18,7 @@ from torch import Tensor
 from pyro_sym.errors import SymmetryError
 from pyro_sym.fixed import fixed_parameters
 from pyro_sym.program import LatentSite, Program, in_subsampled_plate, is_data, uniform_draw
-from pyro_sym.symmetry.base import Symmetry, unmoved
+from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.comparison import NUM_DIFFERENCES, Joint, compared
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
 from pyro_sym.symmetry.evidence import MAX_GENERATORS, Evidence, Point, finite_draws, unbroken
@@ -141,7 +141,8 @@ def _find(program: Program, dtype: torch.dtype) -> Symmetry:
                 members = _joined(members, group, idle, search.points[0].values)
         # One sign of all of a site matters where its signs along axes are not free already.
         signed = {site for member in members if isinstance(member, SignFlip) for site in member.axes}
-        for group in search.groups(SignFlip, [axis for axis in one_sign if axis.site not in signed]):
+        whole = [axis for axis in one_sign if axis.site not in signed] if search.budget else []
+        for group in search.groups(SignFlip, whole):
             members = _joined(members, group, idle, search.points[0].values)
         order = list(program.latents)
         members.sort(key=lambda member: order.index(member.sites[0]))
@@ -342,11 +343,13 @@ class _Search:
     def is_idle(self, axis: _Axis) -> bool:
         """Whether swaps leave all values alone, as those of both axes of a 2 x 2 correlation matrix do."""
         group = _group(Permutation, [axis])
-        return all(
-            bool(unmoved(group.sites, group.act(swap, point.values), point.values))
-            for _, swap in group.generators(self.points[0].values)[:1]
-            for point in self.points
-        )
+        swap = group.generators(self.points[0].values)[0][1]
+
+        def stays(value: Tensor) -> bool:  # but for rounding, which the diagonal of such a matrix has
+            image = group.act(swap, {axis.site: value})[axis.site]
+            return torch.allclose(image, value, rtol=0.0, atol=1e-6 * float(value.abs().max()))
+
+        return all(stays(point.values[axis.site]) for point in self.points)
 
     def groups(self, kind: Kind, axes: list[_Axis]) -> Iterator[Symmetry]:
         """The minimal symmetric sets, those of many units first."""

@@ -355,7 +355,7 @@ def test_runs_without_draws() -> None:
         from_pyro(mcmc)
     with pytest.raises(DivergenceError):
         mcmc.run()
-    with pytest.raises(ValueError, match="the MCMC has no draws: its run ended in the warm-up"):
+    with pytest.raises(ValueError, match="there are no draws: the run was ended by DivergenceError: chain"):
         from_pyro(mcmc)
     with pytest.raises(ValueError, match=r"there are no draws: those of site 'mu' have shape \(2, 0, 2\)"):
         from_pyro({"mu": torch.zeros(2, 0, 2)}, model=stiff)

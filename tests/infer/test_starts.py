@@ -146,7 +146,7 @@ def test_only_cold_chains_of_a_ladder_can_be_copies() -> None:
 
 
 def test_a_cold_phase_makes_no_copies_but_a_schedule_that_stays_cold_does() -> None:
-    cycle = Cyclical(0.01, 10)
+    cycle = Cyclical(0.01, 10, relaxation=1)
     warm = started(EQUAL, X, 2 * X, temperature=cycle.temperature)
     assert len(warm.get_samples(group_by_chain=True)["slope"][:, -1].unique()) == 4
     with pytest.raises(ValueError, match="copies of each other"):
