@@ -238,7 +238,7 @@ def symmetry_of(
         with default_dtype(dtype):
             traced = trace(twin, args, kwargs)
             verified = _verified(traced, twin, args, kwargs)
-    lines = _lines(traced)
+    lines = _lines(traced, prefix, every=not verified)
     if traced.pinned and not verified:
         warnings.warn(
             f"no permutation and no sign flip was found for {type(net).__name__}; " + "; ".join(lines),
@@ -283,14 +283,21 @@ def _twin(
     return twin, *doubles, dtype
 
 
-def _lines(traced: Traced) -> list[str]:
-    """The lines of the table that say what can't be moved, and why."""
+def _lines(traced: Traced, prefix: str, every: bool) -> list[str]:
+    """The lines of the table that say what can't be moved, and why.
+
+    Hidden units have axes in two sites at least. Where there is a group, other axes that can't be moved, as
+    those of pixels behind a convolution, go without saying; where there is none, every one is named.
+    """
     failed = [
         f"left out: what {place} touches, as its rule failed ({type(error).__name__}: {error})"
         for place, error in traced.failed.items()
     ]
     pinned = []
-    for (cause, size), axes in traced.pinned.items():
+    for (cause, size), named in traced.pinned.items():
+        axes = [prefix + axis for axis in dict.fromkeys(named)]
+        if not every and len({axis.partition("[")[0] for axis in axes}) < 2:
+            continue
         more = f" and {len(axes) - MAX_NAMES} more" if len(axes) > MAX_NAMES else ""
         pinned.append(f"pinned by {cause}: {', '.join(axes[:MAX_NAMES])}{more} ({size} units)")
     more = f"pinned by other operations: {len(pinned) - MAX_LINES} more sets of axes"
@@ -304,8 +311,8 @@ def _verified(
     """Those members under which the network does not change; a warning names what was left out."""
     for place, error in traced.failed.items():
         warnings.warn(
-            f"the rule for {place} of {type(twin).__name__} failed ({type(error).__name__}: {error}); what it "
-            "touches is not moved. Please report this network to the authors of pyro_sym",
+            f"the rule for {place} of {type(twin).__name__} failed ({type(error).__name__}: {error}); what "
+            "it touches is not moved. Please report this network to the authors of pyro_sym",
             stacklevel=3,
         )
     replay = Replay(twin, args, kwargs)

@@ -374,7 +374,7 @@ def test_a_ladder_is_exported_and_stored(tmp_path: Path) -> None:
 
     first = stored(torch.tensor(LADDER)).get_samples()["slope"]
     assert torch.equal(stored(list(LADDER)).get_samples()["slope"], first)
-    with pytest.raises(ValueError, match="holds another run: temperature\[1\] was 0.25"):
+    with pytest.raises(ValueError, match=r"holds another run: temperature\[1\] was 0.25"):
         stored((0.0, 0.5, 1.0))
 
 
