@@ -6,7 +6,9 @@ import math
 import multiprocessing
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
@@ -290,7 +292,7 @@ class StochasticGradientKernel(MCMCKernel):
         warn_of_relaxation(self)
         source: PlateRows | Loader
         if self.batches is None:
-            potential = Potential(self.model, args, kwargs, init_strategy=self.init_strategy)
+            potential = self._potential(args, kwargs, initial_values)
             source = PlateRows(potential.program.plates, num_chains, self.shared_minibatch)
         else:
             if args:
@@ -299,9 +301,7 @@ class StochasticGradientKernel(MCMCKernel):
                     "batches; pass keyword arguments only"
                 )
             source = Loader(self.batches)
-            potential = Potential(
-                self.model, source.first().args or (), kwargs, init_strategy=self.init_strategy
-            )
+            potential = self._potential(source.first().args or (), kwargs, initial_values)
         self.transforms = potential.transforms
         if initial_values is not None:
             check_sites(initial_values, potential, "initial values")
@@ -318,6 +318,23 @@ class StochasticGradientKernel(MCMCKernel):
         centred = self._centred(plain, potential, source, position) if self.gradient != "plain" else plain
         fused = FusedSteps(Gradient(potential, jit="compile"), self._step_of_block) if fuses else None
         return Chains(self, potential, centred, source, position, on_divergence, fused)
+
+    def _potential(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        initial_values: Mapping[str, Tensor] | None,
+    ) -> Potential:
+        """The model's potential, looked at where the first chain starts if that is given.
+
+        A model may fail at points that ``init_strategy`` draws, and it need not run there. Values that the
+        model can't run at are refused with all the others, by chain and site.
+        """
+        if initial_values is not None:
+            with suppress(ValueError, RuntimeError):
+                at_first = partial(_first_of, initial_values, self.init_strategy)
+                return Potential(self.model, args, kwargs, init_strategy=at_first)
+        return Potential(self.model, args, kwargs, init_strategy=self.init_strategy)
 
     def _step_of_block(
         self, state: State, gradient: Tensor, noise: Tensor, step_size: Tensor, temperature: Tensor
@@ -499,3 +516,11 @@ def _numbers(name: str, value: Any, allowed: str) -> Temperature:
 
 def _at(step: int | None) -> str:
     return "" if step is None else f" at step {step}"
+
+
+def _first_of(values: Mapping[str, Tensor], otherwise: Callable[[Any], Tensor], site: Any) -> Tensor:
+    """The value that is given for the first chain, if it has the shape of the site."""
+    given = values.get(site["name"])
+    if isinstance(given, Tensor) and given.shape[1:] == site["fn"].shape() and given.dim():
+        return given[0]
+    return otherwise(site)

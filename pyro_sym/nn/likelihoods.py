@@ -213,18 +213,29 @@ class HeteroskedasticGaussian(Likelihood):
     .. math::
 
         y_n \sim N(\mu_n, \sigma_n^2), \qquad \mu_n = f_\theta(x_n)_{1 \dots k}, \qquad
-        \sigma_n = \operatorname{softplus}(f_\theta(x_n)_{k + 1 \dots 2 k}).
+        \sigma_n = \sigma_{\min} + \operatorname{softplus}(f_\theta(x_n)_{k + 1 \dots 2 k}).
+
+    Without a floor, softplus underflows to a scale of 0 at outputs below -100 in single precision. Weights
+    drawn from a wide prior give such outputs.
 
     Args:
+        min_scale: :math:`\sigma_{\min} > 0`, the smallest standard deviation, in units of the targets.
         num_data: :math:`N`; by default the rows of a call are all there are.
 
     Raises:
-        ValueError: on the first call, if the output's last axis is not even.
+        ValueError: if ``min_scale`` is not positive, or on the first call, if the output's last axis is not
+            even.
 
     Example:
         >>> HeteroskedasticGaussian().law(torch.tensor([[1.0, 0.0]])).stddev
-        tensor([[0.6931]])
+        tensor([[0.6941]])
     """
+
+    def __init__(self, *, min_scale: float = 1e-3, num_data: int | None = None) -> None:
+        super().__init__(num_data=num_data)
+        if not min_scale > 0:
+            raise ValueError(f"min_scale is {min_scale!r}; pass a number > 0, in units of the targets")
+        self.min_scale = min_scale
 
     def law(self, output: Tensor, **parameters: Tensor) -> Any:
         """Of half the output's last axis."""
@@ -234,7 +245,7 @@ class HeteroskedasticGaussian(Likelihood):
                 "means, then k raw scales"
             )
         mean, raw = output.chunk(2, dim=-1)
-        return dist.Normal(mean, F.softplus(raw))
+        return dist.Normal(mean, self.min_scale + F.softplus(raw))
 
 
 class Poisson(Likelihood):

@@ -10,6 +10,7 @@ import pyro
 import torch
 from pyro.infer.autoguide.initialization import init_to_median
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_sym.nn.likelihoods import Likelihood
 from pyro_sym.nn.prediction import Prediction
-from pyro_sym.nn.priors import Prior, fitted, moved
+from pyro_sym.nn.priors import IIDPrior, Prior, fitted, moved
 from pyro_sym.nn.selection import Selector, select
 
 __all__ = ["BayesianModule"]
@@ -49,7 +50,7 @@ class BayesianModule(nn.Module):
         prior: a function of (name, parameter, module that holds it) that returns a distribution, or ``None``
             to leave the parameter deterministic: :class:`~pyro_sym.nn.IIDPrior`,
             :class:`~pyro_sym.nn.FanInPrior`, :class:`~pyro_sym.nn.LayerwisePrior`, or your own. What it
-            returns is expanded to the parameter's shape.
+            returns is expanded to the parameter's shape. A distribution stands for ``IIDPrior`` of it.
         likelihood: one of :mod:`pyro_sym.nn`'s; it knows the number of rows in all.
         hide: parameters that stay deterministic: a name, a pattern of names (``"*.bias"``), the name of a
             module, a type of module, a module, a parameter, or a list of such.
@@ -88,7 +89,7 @@ class BayesianModule(nn.Module):
     def __init__(
         self,
         net: nn.Module,
-        prior: Prior,
+        prior: Prior | Distribution,
         likelihood: Likelihood,
         *,
         hide: Selector | Sequence[Selector] = (),
@@ -228,7 +229,17 @@ class BayesianModule(nn.Module):
 
     def _run(self, values: dict[str, Tensor], x: Any) -> Tensor:
         args = () if isinstance(x, dict) else x if isinstance(x, tuple) else (x,)
-        output: Tensor = functional_call(self.net, values, args, x if isinstance(x, dict) else None)
+        try:
+            output: Tensor = functional_call(self.net, values, args, x if isinstance(x, dict) else None)
+        except RuntimeError as error:
+            own = next(self.net.parameters()).dtype
+            others = {part.dtype for part in tree_leaves(x) if isinstance(part, Tensor)} - {own}
+            if odd := [dtype for dtype in others if dtype.is_floating_point]:
+                raise ValueError(
+                    f"the network fails at inputs of dtype {odd[0]}, and its parameters are of {own} "
+                    f"({error}); pass x.to({own}), or make the model of net.to({odd[0]})"
+                ) from error
+            raise
         return output
 
     def _over_draws(self, weights: dict[str, Tensor], x: Any, chunk_size: int | None) -> Tensor:
@@ -314,8 +325,15 @@ class BayesianModule(nn.Module):
         return value.expand(site["fn"].shape()).clone()
 
 
-def _priors_of(net: nn.Module, prior: Prior, chosen: Collection[str]) -> dict[str, Any]:
+def _priors_of(net: nn.Module, prior: Prior | Distribution, chosen: Collection[str]) -> dict[str, Any]:
     """The priors of the parameters that are to be Bayesian, in the network's order."""
+    if isinstance(prior, Distribution):
+        prior = IIDPrior(prior)
+    if not callable(prior) or isinstance(prior, type):
+        raise TypeError(
+            f"prior is {prior!r}; pass a distribution for every entry, as dist.Normal(0.0, 1.0), one of "
+            "pyro_sym.nn's priors, or a function of (name, parameter, module)"
+        )
     priors: dict[str, Any] = {}
     for name, parameter in net.named_parameters():
         if name in chosen:

@@ -389,3 +389,69 @@ def test_what_does_not_fit_is_refused() -> None:
     clash = nn.ParameterDict({"y": torch.zeros(2)})
     with pytest.raises(ValueError, match="a parameter named 'y', which is the name of another site"):
         ps.BayesianModule(clash, IID, ps.nn.Categorical())
+
+
+def test_a_distribution_is_the_prior_of_every_entry() -> None:
+    net = nn.Linear(3, 2)
+    short, long = (
+        ps.BayesianModule(net, prior, ps.nn.Gaussian(1.0))
+        for prior in (dist.Normal(0.5, 2.0), ps.nn.IIDPrior(dist.Normal(0.5, 2.0)))
+    )
+    assert repr(short._priors) == repr(long._priors)
+    for prior in (dist.Normal, 1.0, None):
+        with pytest.raises(TypeError, match=r"pass a distribution for every entry, as dist.Normal"):
+            ps.BayesianModule(net, prior, ps.nn.Gaussian(1.0))  # type: ignore[arg-type]
+
+
+def test_inputs_of_another_precision_are_named() -> None:
+    model = ps.BayesianModule(nn.Linear(3, 1), dist.Normal(0.0, 1.0), ps.nn.Gaussian(1.0))
+    x = torch.randn(5, 3, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"inputs of dtype torch.float64.*pass x.to\(torch.float32\)"):
+        model(x)
+    assert model(x.float()).shape == (5, 1)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # the network's own error
+        model(torch.randn(5, 4))
+
+
+def test_scales_that_underflow_have_a_floor() -> None:
+    """At outputs of -200 softplus is 0 in single precision; with weights from (-2, 2) a wide net has such."""
+    law = ps.nn.HeteroskedasticGaussian(min_scale=0.01).law(torch.tensor([[0.0, -200.0]]))
+    assert law.stddev.item() == pytest.approx(0.01)
+    assert nn.functional.softplus(torch.tensor(-200.0)) == 0  # the control
+    with pytest.raises(ValueError, match="min_scale is 0"):
+        ps.nn.HeteroskedasticGaussian(min_scale=0)
+    net = nn.Sequential(nn.Linear(3, 50), nn.Tanh(), nn.Linear(50, 2))
+    model = ps.BayesianModule(net, dist.Normal(0.0, 1.0), ps.nn.HeteroskedasticGaussian())
+    x = torch.full((20, 3), 10.0)
+    starts = {name: torch.zeros(2, *p.shape) for name, p in net.named_parameters()}  # for two chains
+    mcmc = ps.VectorizedMCMC(
+        ps.BAOA(model, step_size=1e-3),
+        2,
+        warmup_steps=0,
+        num_chains=2,
+        initial_values=starts,
+        disable_progbar=True,
+    )
+    mcmc.run(x, x[:, :1])
+    assert all(value.isfinite().all() for value in mcmc.get_samples().values())
+
+
+def test_a_model_need_not_run_where_values_are_drawn() -> None:
+    """Given starting values are looked at first: a Cholesky factor exists there, and not at drawn values."""
+
+    def model() -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        if not w.abs().max() < 0.2:
+            raise ValueError("no Cholesky factor")
+        pyro.sample("y", dist.Normal(w.sum(), 1.0), obs=torch.tensor(0.0))
+
+    kernel = ps.BAOA(model, step_size=1e-4, jit="eager")
+    for values, fails in ({"w": torch.zeros(2, 3)}, False), (None, True), ({"w": torch.zeros(2, 4)}, True):
+        mcmc = ps.VectorizedMCMC(
+            kernel, 2, warmup_steps=0, num_chains=2, initial_values=values, disable_progbar=True
+        )
+        if fails:
+            with pytest.raises(ValueError, match="no Cholesky factor"):
+                mcmc.run()
+        else:
+            mcmc.run()

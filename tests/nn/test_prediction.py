@@ -47,7 +47,8 @@ def laws(name: str, model: ps.BayesianModule, draws: dict[str, Tensor], x: Tenso
             case "poisson":
                 found.append(torch.distributions.Poisson(output.exp()))
             case "heteroskedastic":
-                found.append(torch.distributions.Normal(output[:, :2], (1 + output[:, 2:].exp()).log()))
+                scale = 1e-3 + (1 + output[:, 2:].exp()).log()
+                found.append(torch.distributions.Normal(output[:, :2], scale))
             case "known":
                 found.append(torch.distributions.Normal(output, torch.tensor([0.5, 1.0, 2.0, 3.0])))
             case _:
