@@ -363,8 +363,9 @@ class TemperatureSquared(BAOA):
 class HeatsWhenRun(SGLD):
     """Right in its steps, wrong in what it makes of its temperature."""
 
-    def temperature_at(self, step: int) -> float:
-        return 1.1 * super().temperature_at(step)
+    def temperature_at(self, step: int) -> Any:
+        temperature: Any = super().temperature_at(step)
+        return 1.1 * temperature
 
 
 class NoisyWhenCold(SGLD):

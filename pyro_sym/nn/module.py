@@ -325,7 +325,7 @@ class BayesianModule(nn.Module):
         return value.expand(site["fn"].shape()).clone()
 
 
-def _priors_of(net: nn.Module, prior: Prior | Distribution, chosen: Collection[str]) -> dict[str, Any]:
+def _priors_of(net: nn.Module, prior: Any, chosen: Collection[str]) -> dict[str, Any]:
     """The priors of the parameters that are to be Bayesian, in the network's order."""
     if isinstance(prior, Distribution):
         prior = IIDPrior(prior)

@@ -128,7 +128,7 @@ def _find(program: Program, dtype: torch.dtype) -> Symmetry:
     axes = [axis for axis in candidates if not any(axis.is_moved_by(group) for group in read)]
     search = _Search(evidence)
     idle = [axis for axis in axes if axis.may_be_moved_by(Permutation) and search.is_idle(axis)]
-    free = {
+    free: dict[Kind, list[_Axis]] = {
         Permutation: [axis for axis in axes if axis.may_be_moved_by(Permutation) and axis not in idle],
         SignFlip: [axis for axis in axes if axis.may_be_moved_by(SignFlip)],
     }

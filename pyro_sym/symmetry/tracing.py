@@ -147,8 +147,8 @@ class _Walk:
                 self.atoms.pin(axis)
 
     def _item(self, node: fx.Node) -> list[Operand]:
-        source: Any
-        source, index = node.args
+        arguments: tuple[Any, ...] = node.args
+        source, index = arguments
         if index < len(self.results[source]):
             return [self.results[source][index]]
         self._pin_arguments(source)  # no rule says how this result moves
@@ -325,7 +325,8 @@ def _asserts(node: fx.Node) -> bool:
 
 def _place(node: fx.Node) -> str:
     """An operation, and the module that calls it."""
-    name = getattr(node.target, "_opname", None) or getattr(node.target, "__name__", str(node.target))
+    target: Any = node.target
+    name = str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
     stack = node.meta.get("nn_module_stack") or {}
     path, _ = list(stack.values())[-1] if stack else ("", None)
     return f"{name} in {path}" if path else name
