@@ -450,7 +450,7 @@ def momentum_within_kick(
     inverse_mass: Scalar = 1.0,
     noise_estimate: Scalar = 0.0,
 ) -> Tensor:
-    r"""What shows the temperature of :func:`sghmc` and :func:`sgnht`: the momentum half way through a kick.
+    r"""The momentum half way through a kick, which shows the temperature of SGHMC and SGNHT.
 
     The momentum that a step ends with is no thermometer: on a Gaussian of curvature :math:`\lambda`, :math:`x
     = h^2 G \lambda`, its variance is :math:`(T / G) \, 4 / (4 - 2 \gamma h - x)`, while the positions are

@@ -48,7 +48,7 @@ class SymmetryGain(NamedTuple):
 
     @property
     def width(self) -> float:
-        """How far the bounds are apart, in nats: the estimate is known to no better than this."""
+        """The distance of the bounds in nats. The estimate is known to no better than this."""
         return self.upper - self.lower
 
     def __repr__(self) -> str:

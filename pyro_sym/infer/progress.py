@@ -80,7 +80,7 @@ class Progress:
 
     @property
     def temperature(self) -> float | tuple[float, ...]:
-        """That of the last step: a number, or one for each chain."""
+        """The temperature of the last step, a number or one for each chain."""
         return self._chains.temperature
 
     @property
