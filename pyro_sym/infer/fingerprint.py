@@ -29,7 +29,7 @@ from pyro_sym.infer.reach import (
     reached_globals,
 )
 
-__all__ = ["CODE", "COLLAPSED", "Fingerprint", "fingerprint"]
+__all__ = ["CODE", "COLLAPSED", "Fingerprint", "Part", "fingerprint"]
 
 # A fingerprint names so many places; what lies deeper is one digest of the place above it.
 MAX_WORDS = 400
@@ -62,24 +62,24 @@ _SIMPLE = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 @dataclass(eq=False)
-class _Part:
+class Part:
     """A value: what it is in a word, a digest of its own contents, and its parts by the place they are at."""
 
     word: str
     digest: str = ""
-    parts: list[tuple[str, _Part]] = field(default_factory=list)
+    parts: list[tuple[str, Part]] = field(default_factory=list)
     # The name of a module's parameter ends with this path.
     parameter: str | None = None
 
 
-def _kept(part: _Part, left: tuple[str, ...]) -> list[tuple[str, _Part]]:
+def _kept(part: Part, left: tuple[str, ...]) -> list[tuple[str, Part]]:
     """The parts of a part, without parameters whose paths end in one of these ways."""
     return [
         (name, own) for name, own in part.parts if own.parameter is None or not own.parameter.endswith(left)
     ]
 
 
-def _digest(part: _Part, left: tuple[str, ...] = (), known: dict[int, str] | None = None) -> str:
+def _digest(part: Part, left: tuple[str, ...] = (), known: dict[int, str] | None = None) -> str:
     """A digest of a part and all that is in it."""
     known = {} if known is None else known
     if id(part) not in known:
@@ -100,7 +100,7 @@ class Fingerprint:
 
     def __init__(
         self,
-        roots: list[tuple[str, _Part]],
+        roots: list[tuple[str, Part]],
         doubts: list[str],
         handlers: list[str],
         tensors: dict[int, tuple[Tensor, int, str]],
@@ -127,7 +127,7 @@ class Fingerprint:
         for place, part in level:
             words[place] = part.word
         while level:
-            deeper: list[tuple[str, _Part]] = []
+            deeper: list[tuple[str, Part]] = []
             for place, part in level:
                 children = [(place + name, child) for name, child in _kept(part, left)]
                 if not children:
@@ -179,23 +179,23 @@ class _Reader:
         self.handlers: list[str] = []
         self.tensors: dict[int, tuple[Tensor, int, str]] = {}
         self._known = tensors
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[int, Part] = {}
         self._alive: list[Any] = []  # an id is that of one object for as long as the object lives
         self._within: list[int] = []
         self._bytes = 0
 
-    def read(self, value: Any, place: str, depth: int) -> _Part:
+    def read(self, value: Any, place: str, depth: int) -> Part:
         """Read one value."""
         if isinstance(value, _ATOMS) and not isinstance(value, enum.Enum):
             return _atom(value)
         key = id(value)
         if key in self._within:  # as in a function that closes over itself
-            return _Part(f"round {len(self._within) - self._within.index(key)}")
+            return Part(f"round {len(self._within) - self._within.index(key)}")
         if key in self._parts:
             return self._parts[key]
         if len(self._parts) >= MAX_OBJECTS or depth > MAX_DEPTH:
             self._doubt_the_rest(place)
-            return _Part(_name(value))
+            return Part(_name(value))
         self._alive.append(value)
         self._within.append(key)
         try:
@@ -204,7 +204,7 @@ class _Reader:
             self._within.pop()
         return part
 
-    def _part(self, value: Any, place: str, depth: int) -> _Part:
+    def _part(self, value: Any, place: str, depth: int) -> Part:
         match value:
             case Tensor():
                 return self._tensor(value, place)
@@ -215,9 +215,9 @@ class _Reader:
             case dict() | types.MappingProxyType() if type(value) in (dict, types.MappingProxyType):
                 keys = ", ".join(repr(key) if type(key) in _SIMPLE else "..." for key in value)
                 own = self._pairs(value.items(), place, depth)
-                return _Part(f"{type(value).__name__} of {_short(keys) or 'nothing'}", parts=own)
+                return Part(f"{type(value).__name__} of {_short(keys) or 'nothing'}", parts=own)
             case bytearray() | memoryview():
-                return _Part(f"{type(value).__name__} of {len(value)}", _hash(bytes(value)))
+                return Part(f"{type(value).__name__} of {len(value)}", _hash(bytes(value)))
             case nn.Module():
                 return self._module(value, place, depth)
             case Distribution():
@@ -237,23 +237,23 @@ class _Reader:
                 own = self._sequence(value.args, place, depth)
                 own += self._pairs(sorted(value.keywords.items()), place, depth)
                 own += self._named({": function": value.func}, place, depth)
-                return _Part(f"partial of {_name(value.func)}", parts=own)
+                return Part(f"partial of {_name(value.func)}", parts=own)
             case types.MethodType():
                 own = self._named({".__self__": value.__self__}, place, depth)
                 own += self._named({".__func__": value.__func__}, place, depth)
-                return _Part(_name(value), parts=own)
+                return Part(_name(value), parts=own)
             case types.FunctionType():
                 return self._function(value, place, depth)
             case types.CodeType():
-                return _Part("code", code_digest(value))
+                return Part("code", code_digest(value))
             case type():
                 return self._class(value, place, depth)
             case types.BuiltinFunctionType() | types.MethodWrapperType():
                 owner = getattr(value, "__self__", None)
                 own = [] if isinstance(owner, types.ModuleType | type | None) else [owner]
-                return _Part(_name(value), parts=self._sequence(own, place, depth))
+                return Part(_name(value), parts=self._sequence(own, place, depth))
             case types.ModuleType():
-                return _Part(value.__name__)
+                return Part(value.__name__)
             case property():
                 return self._children(
                     "property", {n: getattr(value, n) for n in ("fget", "fset")}, place, depth
@@ -265,14 +265,14 @@ class _Reader:
             case torch.Generator():
                 return self._children("Generator", {"state": value.get_state()}, place, depth)
         if isinstance(value, _LOCKS + _CACHES):
-            return _Part(type(value).__qualname__)
+            return Part(type(value).__qualname__)
         if isinstance(value, functools._lru_cache_wrapper | functools.cached_property):
             wrapped = getattr(value, "__wrapped__", None) or cast(Any, value).func
             return self._children(type(value).__qualname__, {"__wrapped__": wrapped}, place, depth)
         if isinstance(value, types.GetSetDescriptorType | types.MemberDescriptorType):
-            return _Part(value.__name__)
+            return Part(value.__name__)
         if isinstance(value, enum.Enum):
-            return _Part(f"{type(value).__qualname__}.{value.name}")
+            return Part(f"{type(value).__qualname__}.{value.name}")
         if isinstance(value, Messenger):
             self.handlers.append(place)
         return self._pickled(value, place, depth)
@@ -291,17 +291,17 @@ class _Reader:
 
     # --- values ---------------------------------------------------------------------------------------------
 
-    def _tensor(self, value: Tensor, place: str) -> _Part:
+    def _tensor(self, value: Tensor, place: str) -> Part:
         word = f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
         if value.device.type == "meta" or nn.parameter.is_lazy(value):
-            return _Part(word if value.device.type == "meta" else type(value).__name__)
+            return Part(word if value.device.type == "meta" else type(value).__name__)
         version = -1 if value.is_inference() else value._version
         known = self._known.get(id(value))
         large = value.numel() > LARGE  # some kernels, as of batch norm, write without a new version
         if large and known is not None and known[0] is value and known[1] == version >= 0:
             digest = known[2]
         elif self._is_too_much(value.numel() * value.element_size(), place):
-            return _Part(word)
+            return Part(word)
         else:
             dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
             digest = _hash(_bytes(dense.dequantize() if dense.is_quantized else dense))
@@ -309,32 +309,32 @@ class _Reader:
                 digest = f"{dense.item()!r} {digest}"
         if large:
             self.tensors[id(value)] = (value, version, digest)
-        return _Part(word, digest)
+        return Part(word, digest)
 
-    def _array(self, value: np.ndarray[Any, Any], place: str, depth: int) -> _Part:
+    def _array(self, value: np.ndarray[Any, Any], place: str, depth: int) -> Part:
         word = f"{value.dtype} array of shape {value.shape}"
         if value.dtype.hasobject:
-            return _Part(word, parts=self._sequence(value.ravel().tolist(), place, depth))
+            return Part(word, parts=self._sequence(value.ravel().tolist(), place, depth))
         if self._is_too_much(value.nbytes, place):
-            return _Part(word)
+            return Part(word)
         plain = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         kept = {"mask": np.ma.getmaskarray(value)} if isinstance(value, np.ma.MaskedArray) else {}
-        return _Part(word, _hash(plain), self._named(_dotted(kept), place, depth))
+        return Part(word, _hash(plain), self._named(_dotted(kept), place, depth))
 
-    def _collection(self, value: Any, place: str, depth: int) -> _Part:
+    def _collection(self, value: Any, place: str, depth: int) -> Part:
         word = f"{type(value).__name__} of {len(value)}"
         if _SIMPLE.issuperset(map(type, value)) and len(value) > 8:
             words = map(repr, value)
-            return _Part(word, _hash("\0".join(sorted(words) if _is_set(value) else words).encode()))
+            return Part(word, _hash("\0".join(sorted(words) if _is_set(value) else words).encode()))
         if not _is_set(value):
-            return _Part(word, parts=self._sequence(value, place, depth))
+            return Part(word, parts=self._sequence(value, place, depth))
         parts = [self.read(one, place, depth) for one in value]
-        return _Part(word, _hash("".join(sorted(_digest(part) for part in parts)).encode()))
+        return Part(word, _hash("".join(sorted(_digest(part) for part in parts)).encode()))
 
-    def _object(self, value: Any, place: str, depth: int, kept: Mapping[str, Any]) -> _Part:
+    def _object(self, value: Any, place: str, depth: int, kept: Mapping[str, Any]) -> Part:
         return self._children(type(value).__qualname__, {"__class__": type(value), **kept}, place, depth)
 
-    def _pickled(self, value: Any, place: str, depth: int) -> _Part:
+    def _pickled(self, value: Any, place: str, depth: int) -> Part:
         """What ``pickle`` would keep, or the attributes of what refuses to be pickled."""
         word = type(value).__qualname__
         try:
@@ -343,9 +343,9 @@ class _Reader:
             if isinstance(attributes := getattr(value, "__dict__", None), dict) and not _is_handle(value):
                 return self._object(value, place, depth, attributes)
             self.doubts.append(f"{place}: a {type(value).__module__}.{word}")
-            return _Part(word)
+            return Part(word)
         if isinstance(reduced, str):
-            return _Part(f"{word} {reduced}")
+            return Part(f"{word} {reduced}")
         make, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
         own = self._named({".__class__": type(value)}, place, depth)
         if make is not getattr(copyreg, "__newobj__", None) and make is not type(value):
@@ -362,9 +362,9 @@ class _Reader:
                 own += self._named({": state": some}, place, depth)
         own += self._sequence([] if items is None else items, place, depth)
         own += self._pairs([] if pairs is None else pairs, place, depth)
-        return _Part(word, parts=own)
+        return Part(word, parts=own)
 
-    def _module(self, module: nn.Module, place: str, depth: int) -> _Part:
+    def _module(self, module: nn.Module, place: str, depth: int) -> Part:
         if (original := vars(module).get("_modules", {}).get("_orig_mod")) is not None:  # by torch.compile
             return self.read(original, place, depth)
         base = vars(nn.Module())
@@ -380,12 +380,12 @@ class _Reader:
             at = f"{place}.{name}"
             if parameter is not None:
                 own = self._tensor(parameter, at)
-                part.parts.append((f".{name}", _Part(own.word, own.digest, own.parts, at)))
+                part.parts.append((f".{name}", Part(own.word, own.digest, own.parts, at)))
         return part
 
     # --- code -----------------------------------------------------------------------------------------------
 
-    def _function(self, function: types.FunctionType, place: str, depth: int) -> _Part:
+    def _function(self, function: types.FunctionType, place: str, depth: int) -> Part:
         if (original := vars(function).get("_torchdynamo_orig_callable")) is not None:  # by torch.compile
             return self.read(original, place, depth)
         code = function.__code__
@@ -397,18 +397,18 @@ class _Reader:
         kept |= {f": default {name}": own for name, own in (function.__kwdefaults__ or {}).items()}
         kept |= _dotted(vars(function))
         if is_installed(code.co_filename):
-            return _Part(
+            return Part(
                 f"{function.__module__}.{function.__qualname__}", parts=self._named(kept, place, depth)
             )
         kept[CODE] = code
         for name, own in reached_globals(code, function.__globals__).items():
             kept[f": global {name}"] = own
-        return _Part(function.__qualname__, parts=self._named(kept, place, depth))
+        return Part(function.__qualname__, parts=self._named(kept, place, depth))
 
-    def _class(self, kind: type, place: str, depth: int) -> _Part:
+    def _class(self, kind: type, place: str, depth: int) -> Part:
         """The attributes and methods of a class, if it is the user's, and its bases."""
         if is_installed(file_of_module(kind.__module__)):
-            return _Part(_name(kind))
+            return Part(_name(kind))
         methods = (types.FunctionType, staticmethod, classmethod, property)
         kept = {
             name: own
@@ -423,16 +423,16 @@ class _Reader:
 
     # --- parts ----------------------------------------------------------------------------------------------
 
-    def _children(self, word: str, kept: Mapping[str, Any], place: str, depth: int) -> _Part:
-        return _Part(word, parts=self._named(_dotted(kept), place, depth))
+    def _children(self, word: str, kept: Mapping[str, Any], place: str, depth: int) -> Part:
+        return Part(word, parts=self._named(_dotted(kept), place, depth))
 
-    def _named(self, values: Mapping[str, Any], place: str, depth: int) -> list[tuple[str, _Part]]:
+    def _named(self, values: Mapping[str, Any], place: str, depth: int) -> list[tuple[str, Part]]:
         return [(name, self.read(values[name], place + name, depth)) for name in sorted(values)]
 
-    def _sequence(self, values: Any, place: str, depth: int) -> list[tuple[str, _Part]]:
+    def _sequence(self, values: Any, place: str, depth: int) -> list[tuple[str, Part]]:
         return [(f"[{i}]", self.read(one, f"{place}[{i}]", depth)) for i, one in enumerate(values)]
 
-    def _pairs(self, pairs: Any, place: str, depth: int) -> list[tuple[str, _Part]]:
+    def _pairs(self, pairs: Any, place: str, depth: int) -> list[tuple[str, Part]]:
         parts = []
         for i, (key, value) in enumerate(pairs):
             simple = type(key) in _SIMPLE
@@ -446,8 +446,8 @@ class _Reader:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _atom(value: Any) -> _Part:
-    return _Part(_short(repr(value)))
+def _atom(value: Any) -> Part:
+    return Part(_short(repr(value)))
 
 
 def _short(word: str) -> str:
