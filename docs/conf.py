@@ -43,7 +43,8 @@ nitpicky = True
 
 # Types of other packages are shown by name and not linked: a build fetches no inventory and needs no network.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(abc|arviz|collections|matplotlib|numpy|os|pandas|pathlib|pd|pyro|torch|warnings|xarray)\..*"),
+    (r"py:.*", r"(abc|arviz|collections|matplotlib|numpy|os|pandas|pd|pyro|torch|warnings|xarray)\..*"),
+    (r"py:class", r"pathlib\.Path"),
     (r"py:class", r"Axes|ELBO|Parameter|Tensor"),  # the same, imported by name for type checkers
 ]
 
