@@ -20,6 +20,7 @@ from pyro_sym.nn.likelihoods import Likelihood
 from pyro_sym.nn.prediction import Prediction
 from pyro_sym.nn.priors import IIDPrior, Prior, fitted, moved
 from pyro_sym.nn.selection import Selector, select
+from pyro_sym.wrapping import how_to_wrap
 
 __all__ = ["BayesianModule"]
 
@@ -69,6 +70,7 @@ class BayesianModule(nn.Module):
             means none, names clash, a parameter has no shape yet (lazy modules), or a batch normalisation
             keeps no running statistics; on a call, if target and output don't fit each other, or there are
             more rows than ``num_data``.
+        TypeError: on a call, if the network returns more than one tensor; the message says how to wrap it.
 
     Example:
         >>> from pyro_sym.nn import Categorical, FanInPrior
@@ -240,6 +242,8 @@ class BayesianModule(nn.Module):
                     f"({error}); pass x.to({own}), or make the model of net.to({odd[0]})"
                 ) from error
             raise
+        if not isinstance(output, Tensor):
+            raise TypeError(f"the likelihood needs one tensor, but {how_to_wrap(self.net, output)}")
         return output
 
     def _over_draws(self, weights: dict[str, Tensor], x: Any, chunk_size: int | None) -> Tensor:

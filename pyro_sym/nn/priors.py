@@ -117,7 +117,7 @@ class LayerwisePrior:
         Normal(loc: 0.0, scale: 10.0)
     """
 
-    def __init__(self, priors: Mapping[Selector, Prior | None], *, default: Prior | None = None) -> None:
+    def __init__(self, priors: Mapping[Selector, Any], *, default: Any = None) -> None:
         self.priors = dict(priors)
         self.default = default
 
@@ -125,13 +125,16 @@ class LayerwisePrior:
         """The distribution by the first prior that fits."""
         for selector, prior in self.priors.items():
             if _fits(selector, name, parameter, module):
+                if isinstance(prior, Distribution):
+                    return prior
                 return None if prior is None else prior(name, parameter, module)
         if self.default is None:
             raise ValueError(
                 f"no prior fits parameter {name!r} in a {type(module).__name__}; there are priors for "
                 f"{list(self.priors)}. Add one, or a default"
             )
-        return self.default(name, parameter, module)
+        default = self.default
+        return default if isinstance(default, Distribution) else default(name, parameter, module)
 
 
 def _fits(selector: Selector, name: str, parameter: nn.Parameter, module: nn.Module) -> bool:

@@ -215,8 +215,14 @@ def symmetry_of(
         some are random.
 
     Raises:
-        SymmetryError: if the network has no such graph, as with control flow that depends on data; or if its
-            output is not finite at random weights.
+        SymmetryError: if the network has no such graph, as with control flow that depends on data; if its
+            output is not finite at random weights; if it can't be copied; or if its inputs or outputs are no
+            tensors, nor tuples, lists and dicts of them: the message says how to wrap it.
+
+    Warns:
+        UserWarning: if nothing was found though the network has hidden units, with the operations that keep
+            their order; if a rule failed, so that what an operation touches is not moved; or if a member
+            failed its verification.
 
     Example:
         >>> net = torch.nn.Sequential(
@@ -264,7 +270,12 @@ def _twin(
             f"an input of {type(net).__name__} is {described(odd[0])}; pass tensors, or tuples, lists and "
             "dicts of them; what behaves like a dict is passed by name, as symmetry_of(net, **batch)"
         )
-    twin = all_in_double(copy.deepcopy(net)).requires_grad_(True).eval()
+    try:
+        copied = copy.deepcopy(net)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise SymmetryError(f"{type(net).__name__} can't be copied ({reason})") from error
+    twin = all_in_double(copied).requires_grad_(True).eval()
     doubles = tree_map(partial(_mapped, to_double), (args, kwargs))
     try:
         with default_dtype(torch.float64):
@@ -295,7 +306,7 @@ def _lines(traced: Traced, prefix: str, every: bool) -> list[str]:
     ]
     pinned = []
     for (cause, size), named in traced.pinned.items():
-        axes = [prefix + axis for axis in dict.fromkeys(named)]
+        axes = [prefix + axis for axis in named]
         if not every and len({axis.partition("[")[0] for axis in axes}) < 2:
             continue
         more = f" and {len(axes) - MAX_NAMES} more" if len(axes) > MAX_NAMES else ""

@@ -116,10 +116,8 @@ def total(op: Operation, operands: Sequence[Operand]) -> Axes:
 
 @rule("add", "sub", "rsub")
 def _sum(op: Operation) -> Axes:
-    other = op["other"]
-    if isinstance(other, Operand):
-        return total(op, [op["self"], other])
-    return total(op, [op["self"], Operand((), (), other)])
+    terms = (op["self"], op["other"])  # either may be a number
+    return total(op, [x if isinstance(x, Operand) else Operand((), (), x) for x in terms])
 
 
 @rule("mul", "div")
@@ -406,7 +404,7 @@ def _convolution(op: Operation) -> Axes:
         op.atoms.pin(axis)
     for axis in w.axes[2:]:
         op.atoms.pin(axis, cause="")  # positions in the window are no units
-    spatial = [op.atoms.pinned(size) for size in op.shape[2:]]
+    spatial = [op.atoms.pinned(size, cause="") for size in op.shape[2:]]
     axes = [x.axes[0], op.atoms.multiply(slow, w_slow) + tuple(outer), *spatial]
     return _plus_channels(op, axes, op["bias"])
 
@@ -426,7 +424,7 @@ def _pool(op: Operation, x: Operand) -> Axes:
     pooled = int(op.name.split("pool")[1][0])
     for axis in x.axes[-pooled:]:
         op.atoms.pin(axis)
-    return [*x.axes[:-pooled], *(op.atoms.pinned(size) for size in op.shape[-pooled:])]
+    return [*x.axes[:-pooled], *(op.atoms.pinned(size, cause="") for size in op.shape[-pooled:])]
 
 
 @rule("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d")
@@ -435,7 +433,7 @@ def _upsample(op: Operation) -> Axes:
     x = op["self"] or op["input"]
     for axis in x.axes[2:]:
         op.atoms.pin(axis)
-    return [*x.axes[:2], *(op.atoms.pinned(size) for size in op.shape[2:])]
+    return [*x.axes[:2], *(op.atoms.pinned(size, cause="") for size in op.shape[2:])]
 
 
 # Normalisations ---------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from pyro_sym.errors import SymmetryError
-from pyro_sym.symmetry.atoms import Atoms, Factor
+from pyro_sym.symmetry.atoms import Atoms, Axis, Factor
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
 from pyro_sym.symmetry.operations import RULES, STRUCTURAL, Operand, Operation, pointwise
 
@@ -247,17 +247,19 @@ class _Walk:
             members += [SignFlip(table(atom, flipped)) for flipped in flips[atom]]
         moved = {name for member in members for name in member.axes}
         shapes = {name: shape for name, shape in shapes.items() if name in moved}
-        return Traced(shapes, members, self._lost(where), self.failed, frozenset(self.dtypes))
+        return Traced(shapes, members, self._lost(axes), self.failed, frozenset(self.dtypes))
 
-    def _lost(self, where: dict[int, list[tuple[str, int]]]) -> dict[tuple[str, int], list[str]]:
-        """By cause and number of units, the axes of parameters that an operation pinned."""
-        lost: dict[tuple[str, int], list[str]] = {}
-        for atom, places in where.items():
-            if cause := self.atoms.cause_of(atom):
-                axes = [f"{name}[{k}]" for name, k in dict.fromkeys(places) if name not in self.buffers]
-                if axes:
-                    lost.setdefault((cause, self.atoms.sizes[atom]), []).extend(axes)
-        return lost
+    def _lost(self, axes: dict[str, list[Axis]]) -> dict[tuple[str, int], list[str]]:
+        """By cause and number of units, the axes of parameters that an operation pinned as a whole."""
+        lost: dict[tuple[str, int], dict[str, None]] = {}
+        for name, several in axes.items():
+            for k, axis in enumerate(several):
+                if name in self.buffers or not all(self.atoms.is_pinned(atom) for atom, _ in axis):
+                    continue
+                for cause in dict.fromkeys(self.atoms.cause_of(atom) for atom, _ in axis):
+                    if cause:
+                        lost.setdefault((cause, self.atoms.size(axis)), {})[f"{name}[{k}]"] = None
+        return {key: list(places) for key, places in lost.items()}
 
     def _flips(self, places: list[tuple[str, int]], constraints: list[int]) -> list[list[tuple[str, int]]]:
         """Sets of axes that flip together, no two with an axis in common; first those without buffers."""

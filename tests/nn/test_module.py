@@ -455,3 +455,14 @@ def test_a_model_need_not_run_where_values_are_drawn() -> None:
                 mcmc.run()
         else:
             mcmc.run()
+
+
+def test_a_network_that_returns_a_dict_is_to_be_wrapped() -> None:
+    class Named(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return {"hidden": x, "logits": super().forward(x)}
+
+    model = ps.BayesianModule(Named(3, 2), IID, ps.nn.Categorical())
+    with pytest.raises(TypeError, match=r"keys \['hidden', 'logits'\].*wrap the module") as caught:
+        model(*data())
+    assert "return self.net(*args, **kwargs)['logits']" in str(caught.value)

@@ -188,3 +188,9 @@ def test_moving_leaves_the_original_and_its_checks_where_they_mean_something() -
 def test_gains_that_are_none_are_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match="gain is"):
         ps.nn.FanInPrior(wrong)
+
+
+def test_a_distribution_stands_for_the_prior_of_every_entry_by_layer() -> None:
+    layer: Any = nn.Linear(3, 2)
+    prior = ps.nn.LayerwisePrior({"bias": dist.Normal(0.0, 2.0)}, default=dist.Normal(0.0, 3.0))
+    assert prior("bias", layer.bias, layer).scale == 2 and prior("weight", layer.weight, layer).scale == 3

@@ -428,3 +428,85 @@ class Patches(nn.Module):
 )
 def vision_transformer() -> nn.Module:
     return Patches()
+
+
+# Precision, masks and scalars -------------------------------------------------------------------------------
+
+
+# Rounding is odd and keeps the order; what a network computes is then verified without it.
+@case((5, 8), permutations=(6,), flips=(6,))
+def casts() -> nn.Module:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(s.hidden(x)).to("cpu", torch.float16).double()
+        return s.out((3 * h).long().type_as(h) + h.to(s.out.weight))
+
+    return Net(forward, hidden=nn.Linear(8, 6), out=nn.Linear(6, 2))
+
+
+@case((5, 8), permutations=(6,))
+def scalars_fill_and_compare() -> nn.Module:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = s.hidden(x)
+        steps = torch.where(h > 0.1, torch.tensor(1.0), torch.tensor(-2.0))
+        return s.out((1 - h).masked_fill(h < 0, -1.0) + steps * torch.full((), 2.0))
+
+    return Net(forward, hidden=nn.Linear(8, 6), out=nn.Linear(6, 2))
+
+
+class Bert(nn.Module):
+    """Attention written out, with the mask of the tokens added to the scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(11, 6), nn.Embedding(8, 6)
+        self.query, self.key, self.value, self.out = (nn.Linear(6, 6) for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 2)
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+        h = self.words(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        q, k, v = (
+            part(h).unflatten(-1, (2, 3)).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )
+        missing = 1.0 - attention_mask[:, None, None, :].to(h.dtype)
+        scores = q @ k.transpose(-1, -2) + missing * torch.finfo(h.dtype).min
+        mixed = scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+        h = self.norm(h + self.out(mixed.transpose(1, 2).flatten(2)))
+        return self.head(h[:, 0])
+
+
+@case(
+    lambda: (torch.randint(11, (2, 4)), torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])),
+    permutations=(6, 2, 3, 3),
+    flips=(6, 2, 2, 3, 3),
+    missed="inner dimensions by head",
+)
+def bert_with_attention_mask() -> nn.Module:
+    return Bert()
+
+
+@case(
+    (2, 4, 4), permutations=(6, 2, 3), flips=(6, 2, 3), missed="inner dimensions head by head; values apart"
+)
+def causal_attention() -> nn.Module:
+    class Causal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.packed, self.out = nn.Linear(4, 6), nn.Linear(6, 18), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = self.packed(self.embed(x)).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
+            query, key, value = parts.unbind(0)
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            return self.out(mixed.transpose(1, 2).flatten(2))
+
+    return Causal()
+
+
+@case((2, 4, 8), permutations=(2, 4, 10), flips=(2, 4), missed="as transformer_encoder_layer")
+def encoder_layer_with_boolean_masks() -> nn.Module:
+    padding = torch.tensor([[False, False, False, True], [False, False, True, True]])
+    causal = torch.ones(4, 4, dtype=torch.bool).triu(1)
+    return Net(
+        lambda s, x: s.layer(x, src_mask=causal, src_key_padding_mask=padding),
+        layer=nn.TransformerEncoderLayer(8, 2, 10, batch_first=True),
+    )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import UserDict
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -143,6 +145,39 @@ def test_a_wrong_rule_is_found_out(
         assert symmetry_of(make(), x).sizes == left
 
 
+@pytest.mark.parametrize("error", [AssertionError("no"), IndexError(3), ValueError("axes")])
+def test_a_rule_that_fails_pins_what_it_touches(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(op: operations.Operation) -> operations.Axes:
+        raise error
+
+    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+    assert symmetry_of(net, torch.randn(4, 3)).sizes == (6, 6, 5)
+    monkeypatch.setitem(operations.RULES, "relu", fail)
+    with pytest.warns(UserWarning, match=rf"^the rule for relu in 3 .*{type(error).__name__}.*Please report"):
+        sym = symmetry_of(net, torch.randn(4, 3))
+    assert sym.sizes == (6, 6)
+    assert "left out: what relu in 3 touches, as its rule failed" in str(sym)
+    assert "pinned by relu in 3: 2.weight[0], 2.bias[0], 4.weight[1] (5 units)" in str(sym)
+
+
+def test_a_rule_that_gives_other_sizes_counts_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(operations.RULES, "tanh", lambda op: op["self"].axes[:1])
+    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+    with pytest.warns(UserWarning, match=r"^the rule for tanh in 1 .* to a result of shape \(4, 6\)"):
+        assert symmetry_of(net, torch.randn(4, 3)).sizes == (5,)
+
+
+def test_a_network_tied_to_single_precision_is_verified_in_it() -> None:
+    def single(s: Any, h: Tensor) -> Tensor:
+        assert h.dtype == torch.float32
+        return h.tanh()
+
+    net = hidden_units(single)
+    assert symmetry_of(net, torch.randn(4, 3)).sizes == (6, 6)
+    with pytest.raises(AssertionError):
+        symmetry_of(net.double(), torch.randn(4, 3).double())  # an error of the network's own
+
+
 def test_dropout_is_no_obstacle() -> None:
     net: nn.Module = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.5), nn.ReLU(), nn.Linear(6, 2))
     assert symmetry_of(net, torch.randn(4, 3)).sizes == (6,)
@@ -223,6 +258,23 @@ def test_parameters_that_have_to_be_positive() -> None:
     net = hidden_units(lambda s, h: (h * s.scale.log().sqrt()).relu())
     net.scale = nn.Parameter(torch.full((6,), 5.0))
     assert symmetry_of(net, torch.randn(4, 3)).sizes == (6,)
+
+
+@dataclass
+class Output:
+    """What a language model returns."""
+
+    loss: Tensor | None
+    logits: Tensor
+
+
+def test_outputs_and_inputs_that_are_no_tensors() -> None:
+    net = Net(lambda s, x: Output(None, s.out(x)), out=nn.Linear(3, 2))
+    with pytest.raises(SymmetryError, match=r"fields \['loss', 'logits'\].*wrap the module") as caught:
+        symmetry_of(net, torch.randn(4, 3))
+    assert "return self.net(*args, **kwargs).logits" in str(caught.value)
+    with pytest.raises(SymmetryError, match=r"an input of Net is a UserDict .*symmetry_of\(net, \*\*batch\)"):
+        symmetry_of(net, UserDict(x=torch.randn(4, 3)))
 
 
 # The result -------------------------------------------------------------------------------------------------
