@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pyro
 import torch
 from opt_einsum import shared_intermediates
 from pyro import poutine
@@ -47,6 +48,9 @@ __all__ = [
     "traced",
     "uniform_draw",
 ]
+
+# Draws at which a model is looked at, until one has valid parameters.
+NUM_FIRST_DRAWS = 10
 
 Values = Mapping[str, Tensor]
 
@@ -273,7 +277,7 @@ class Program:
         self.kwargs = dict(kwargs or {})
         self.init_strategy = init_strategy
         with fork_random_state():
-            trace = self._run_prototype()
+            trace = self._run_first()
         nesting = [-f.dim for s in _samples(trace) for f in s["cond_indep_stack"] if f.vectorized]
         self.max_plate_nesting: int = max(nesting, default=0)
         self.plates = subsampled_plates(trace)
@@ -305,6 +309,19 @@ class Program:
             model = _enumerating(model, -1 - self.max_plate_nesting)
         self._runnable = model
 
+    def _run_first(self) -> poutine.Trace:
+        """Run the model at a draw where its distributions have valid parameters, if a few draws have one.
+
+        At some draws a scale may underflow to 0, which Pyro's validation refuses.
+        """
+        for _ in range(NUM_FIRST_DRAWS - 1):
+            try:
+                return self._run_prototype()
+            except ValueError as error:
+                if "Expected parameter" not in str(error):  # of torch's validation of parameters
+                    raise
+        return self._run_prototype()
+
     def _run_prototype(self) -> poutine.Trace:
         """Run the model once to look at it: no gradients, and nothing seen by handlers outside."""
         with torch.no_grad(), poutine.block():
@@ -317,12 +334,14 @@ class Program:
     def draw(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Draw the latent sites by ``init_strategy``, and indices for the subsampled plates.
 
-        Unlike construction, this advances torch's global generator, as every draw does.
+        Unlike construction, this advances torch's global generator, as every draw does. Parameters of
+        distributions are not validated there: whether the point will do is for the caller to see.
 
         Returns:
             The constrained values by site, and the indices by plate.
         """
-        trace = self._run_prototype()
+        with pyro.validation_enabled(False):
+            trace = self._run_prototype()
         values = {name: trace.nodes[name]["value"].detach() for name in self.latents}
         return values, {name: trace.nodes[name]["value"] for name in self.plates}
 

@@ -126,8 +126,8 @@ def from_pyro(
         ValueError: if there are no draws, ``deterministic`` names what is none of the model's sites, a dim
             would have two sizes or the name of a variable, names clash, a statistic is not one value a draw,
             data can't be simulated, or something asked for needs a model or rows that aren't there.
-        TypeError: if ``mcmc`` keeps no draws, a function returns no tensor, a variable is complex, or
-            ``log_likelihood`` is no truth value.
+        TypeError: if ``mcmc`` keeps no draws, a function returns no tensor, a variable is complex, or an
+            argument has another type than it says.
         SymmetryError: if the symmetry can't act on the draws.
 
     Warns:

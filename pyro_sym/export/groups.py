@@ -91,10 +91,10 @@ def convert(fit: Fit, request: Request) -> Any:
         groups["log_likelihood"] = _log_likelihood(fit, _needed(model, "log_likelihood=True"), first)
     groups["posterior_predictive"] = _posterior_predictive(fit, model, request.posterior_predictive)
     groups |= _prior(fit, model, request.prior, computed)
-    groups["constant_data"] = _data(request.constant_data)
+    groups["constant_data"] = _data("constant_data", request.constant_data)
     ahead = {
-        "predictions": _predictive(request.predictions, fit, model),
-        "predictions_constant_data": _data(request.predictions_constant_data),
+        "predictions": _predictive("predictions", request.predictions, fit, model),
+        "predictions_constant_data": _data("predictions_constant_data", request.predictions_constant_data),
     }
     coords, dims = {**fit.coords, **(request.coords or {})}, {**fit.dims, **(request.dims or {})}
     parts = [
@@ -129,6 +129,10 @@ def _wanted(model: Model | None, request: Request) -> list[str]:
     which = request.deterministic
     if model is None or which is False:
         return []
+    if not isinstance(which, Collection | bool):
+        raise TypeError(
+            f"deterministic is {which!r}; pass True for all deterministic sites, False for none, or names"
+        )
     known = model.deterministic.sites.keys() - (request.functions or {}).keys()
     if which is True:
         rows = model.deterministic.in_subsampled_plates
@@ -229,7 +233,7 @@ def _log_likelihood(fit: Fit, model: Model, first: dict[str, Tensor]) -> Group:
 
 def _posterior_predictive(fit: Fit, model: Model | None, wanted: bool | Given | None) -> Group:
     if wanted is not True:
-        return _predictive(wanted or None, fit, model)
+        return _predictive("posterior_predictive", wanted or None, fit, model)
     shown = _needed(model, "posterior_predictive=True")
     flat = {name: value.flatten(0, 1) for name, value in fit.draws.items()}
 
@@ -252,10 +256,19 @@ def _simulated(values: Mapping[str, Tensor], model: Model) -> Group:
     return stacked(group, 2)
 
 
-def _predictive(values: Given | None, fit: Fit, model: Model | None) -> Group:
-    """Draws that were made outside, of shape ``(C * S, ...)`` or ``(C, S, ...)``."""
-    if not values:
+def _given(what: str, values: Any, otherwise: str = "") -> Given:
+    """Values by name that the user gave; ``otherwise`` says what else the argument may be."""
+    if values is None or values is False:
         return {}
+    if not isinstance(values, Mapping):
+        shown = repr(values) if isinstance(values, bool | int | float | str) else f"a {type(values).__name__}"
+        raise TypeError(f"{what} is {shown}; pass {otherwise}a dict of arrays by name")
+    return values
+
+
+def _predictive(what: str, values: Given | None, fit: Fit, model: Model | None) -> Group:
+    """Draws that were made outside, of shape ``(C * S, ...)`` or ``(C, S, ...)``."""
+    values = _given(what, values, "True, or " if what == "posterior_predictive" else "")
     lead = next(iter(fit.draws.values())).shape[:2]
     group = {}
     for name, several in values.items():
@@ -304,7 +317,8 @@ def _prior(
             "prior": {name: model.variable(name, value) for name, value in prior.items()},
             "prior_predictive": _simulated(new, model),
         }
-    group = {n: _unpadded(n, torch.as_tensor(v).unsqueeze(0), model) for n, v in wanted.items()}
+    given = _given("prior", wanted, "a number of draws, or ")
+    group = {n: _unpadded(n, torch.as_tensor(v).unsqueeze(0), model) for n, v in given.items()}
     data = set() if model is None else {*model.observed, *model.left_out}
     return {
         "prior": {name: value for name, value in group.items() if name not in data},
@@ -312,8 +326,8 @@ def _prior(
     }
 
 
-def _data(values: Given | None) -> Group:
-    return {name: Variable(_tensor(name, value)) for name, value in (values or {}).items()}
+def _data(what: str, values: Given | None) -> Group:
+    return {name: Variable(_tensor(name, value)) for name, value in _given(what, values).items()}
 
 
 def _tensor(name: str, value: Any) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import pyro
@@ -15,8 +16,8 @@ from pyro_sym.export.at_draws import at_draws
 from pyro_sym.export.rows import Window, Windows, windows
 from pyro_sym.export.sites import unseen
 from pyro_sym.export.terms import Data, Term, picks_rows, terms_of
-from pyro_sym.fixed import fixed_parameters
-from pyro_sym.program import Program, base_of, in_subsampled_plate, is_data
+from pyro_sym.fixed import FromPrior, fixed_parameters
+from pyro_sym.program import Program, base_of, in_subsampled_plate, is_data, is_deterministic
 
 __all__ = ["Likelihood", "log_likelihood"]
 
@@ -71,8 +72,9 @@ def log_likelihood(
         *batch_shape)``.
 
     Raises:
-        ValueError: if a latent site has no draws and can't be summed out, or the rows of a subsampled plate
-            are chosen by the model's arguments rather than by the plate.
+        ValueError: if there are no draws or their shapes don't fit the model's sites, a latent site has none
+            and can't be summed out, or the rows of a subsampled plate are chosen by the model's arguments
+            rather than by the plate.
 
     Warns:
         UserWarning: if the model has no data, so that the result is empty, or if it has ``pyro.factor`` s in
@@ -91,20 +93,61 @@ def log_likelihood(
         cross-validation and WAIC".
     """
     sample_ndim = 2 if group_by_chain else 1
-    flat = {name: value.flatten(0, sample_ndim - 1) for name, value in draws.items()}
-    if not flat:
+    if not draws:
         raise ValueError("there are no draws: draws is empty")
-    for name, value in flat.items():
-        if not len(value):
-            raise ValueError(
-                f"there are no draws: those of site {name!r} have shape {tuple(draws[name].shape)}"
-            )
+    for name, value in draws.items():
+        if 0 in value.shape[:sample_ndim]:
+            raise ValueError(f"there are no draws: those of site {name!r} have shape {tuple(value.shape)}")
+        if value.dim() < sample_ndim:
+            raise _wrong_shape(name, value, group_by_chain)
+    flat = {name: value.flatten(0, sample_ndim - 1) for name, value in draws.items()}
     first = {name: value[0] for name, value in flat.items()}
+    fits = _Fits(first)
+    with unseen(), pyro.validation_enabled(False), suppress(_MisfitError):
+        fits(FromPrior()(poutine.condition(model, data=first)))(*args, **kwargs)
+    if fits.misfit is not None:
+        raise _wrong_shape(fits.misfit, draws[fits.misfit], group_by_chain)
     likelihood = Likelihood(model, first, args, kwargs)
     likelihood.warn_of_factors(stacklevel=3)
     terms = likelihood.at(flat, chunk_size)
     lead = next(iter(draws.values())).shape[:sample_ndim]
     return {name: term.reshape(*lead, *term.shape[1:]) for name, term in terms.items()}
+
+
+def _wrong_shape(name: str, value: Tensor, group_by_chain: bool) -> ValueError:
+    expected = "(num_chains, num_samples, *shape)" if group_by_chain else "(num_samples, *shape)"
+    return ValueError(
+        f"draws of site {name!r} have shape {tuple(value.shape)}, where {expected} with the shape of the "
+        f"site is expected; pass group_by_chain={not group_by_chain} if draws "
+        f"{'have no' if group_by_chain else 'have a'} dim of chains"
+    )
+
+
+class _MisfitError(Exception):
+    """Ends the run of a model at a draw that doesn't fit it."""
+
+
+class _Fits(poutine.messenger.Messenger):
+    """Looks for the first site whose draw has dims that the site doesn't have, or too few for its event.
+
+    Such a draw may broadcast against the data, and give a likelihood of other draws without an error. Dims of
+    size 1 in front are fine, which Pyro's ``Predictive`` adds; so are missing batch dims, as of a site that
+    is drawn inside a plate and has one value for all of it.
+    """
+
+    def __init__(self, draw: Values) -> None:
+        super().__init__()
+        self.draw = draw
+        self.misfit: str | None = None
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["name"] not in self.draw or is_deterministic(msg):
+            return
+        fn, shape = msg["fn"], self.draw[msg["name"]].shape
+        surplus = max(0, len(shape) - len(fn.shape()))
+        if len(shape) < fn.event_dim or any(size != 1 for size in shape[:surplus]):
+            self.misfit = msg["name"]
+            raise _MisfitError
 
 
 class _Held:

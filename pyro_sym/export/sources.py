@@ -75,9 +75,10 @@ def from_draws(
         if 0 in value.shape[:2]:
             raise ValueError(f"there are no draws: those of site {name!r} have shape {tuple(value.shape)}")
         if value.dim() < 2 or value.shape[:2] != values[first].shape[:2]:
+            other = "" if name == first else f", and those of {first!r} {tuple(values[first].shape)}"
             raise ValueError(
-                f"draws of site {name!r} have shape {tuple(value.shape)}, and of {first!r} "
-                f"{tuple(values[first].shape)}; pass (num_chains, num_samples, *shape), alike for all sites"
+                f"draws of site {name!r} have shape {tuple(value.shape)}{other}; pass (num_chains, "
+                "num_samples, *shape), alike for all sites"
             )
     return Fit(values, model, args or (), kwargs or {})
 

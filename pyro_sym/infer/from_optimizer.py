@@ -82,6 +82,10 @@ def _param_groups(optimizer: Any) -> list[Mapping[str, Any]]:
     elif isinstance(optimizer, tuple) and len(optimizer) == 2:
         constructor, settings = optimizer
     else:
+        if optimizer is torch.optim.SGD:
+            raise TypeError(
+                "optimizer is the class torch.optim.SGD; pass an instance, or (torch.optim.SGD, {'lr': …})"
+            )
         if type(optimizer) is not torch.optim.SGD:
             raise _not_sgd(type(optimizer).__name__)
         return list(optimizer.param_groups)

@@ -18,6 +18,9 @@ from pyro_sym.program import Program, Values, uniform_draw
 
 __all__ = ["ContinuousOnly", "Potential"]
 
+# Characters of another library's message that are shown in ours.
+MOST_CHARACTERS = 300
+
 
 class Potential:
     r"""A Pyro model with its arguments as a function of unconstrained latent values: the potential energy.
@@ -214,17 +217,19 @@ class Potential:
         Returns:
             The phrases of :meth:`non_finite_sites`, and a sentence on the cause.
         """
+        refusal = ""
         try:
             at_fault = self.non_finite_sites(unconstrained, indices)
-        except ValueError:  # Pyro's validation refuses data that aren't finite, under a mask as well
+        except ValueError as error:  # Pyro's validation refuses data that aren't finite, under a mask as well
+            refusal = f" ({_without_shapes(str(error))})"
             with pyro.validation_enabled(False):
                 at_fault = self.non_finite_sites(unconstrained, indices)
-            if not all(phrase.startswith("gradient") for phrase in at_fault):
-                raise
         if not at_fault:
             return None
         problem = ", ".join(at_fault)
-        if all(phrase.startswith("gradient") for phrase in at_fault):
+        if not all(phrase.startswith("gradient") for phrase in at_fault):
+            problem += refusal
+        else:
             problem += f". {self._why_gradient_alone(unconstrained, indices)}"
         return problem
 
@@ -289,6 +294,12 @@ class ContinuousOnly:
             return self.init_strategy(site)
         except NotImplementedError:
             return uniform_draw(site["fn"])
+
+
+def _without_shapes(message: str) -> str:
+    """One line of an error of Pyro's, without its table of shapes, and of reasonable length."""
+    line = " ".join(message.split("Trace Shapes:")[0].split())
+    return line if len(line) <= MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]} …"
 
 
 def _is_identity(bijection: Transform) -> bool:

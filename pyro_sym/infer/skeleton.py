@@ -27,7 +27,14 @@ from pyro_sym.infer.potential import Potential
 from pyro_sym.infer.preconditioners import Identity, Preconditioner
 from pyro_sym.infer.recorder import Recorder
 from pyro_sym.infer.schedules import cycle_of, warn_of_relaxation
-from pyro_sym.infer.starts import check_shapes, check_sites, refuse_point, starting_points
+from pyro_sym.infer.starts import (
+    as_tensors,
+    check_shapes,
+    refuse_point,
+    starting_points,
+    unconstrained_values,
+)
+from pyro_sym.program import init_to_prior
 
 __all__ = ["Factor", "Options", "Schedule", "StochasticGradientKernel"]
 
@@ -290,6 +297,11 @@ class StochasticGradientKernel(MCMCKernel):
                 energy.
         """
         warn_of_relaxation(self)
+        given = "initial_params" if initial_values is None else "initial_values"
+        if initial_values is not None:
+            initial_values = as_tensors(initial_values, given)
+        elif initial_params is not None:
+            initial_params = as_tensors(initial_params, given)
         source: PlateRows | Loader
         if self.batches is None:
             potential = self._potential(args, kwargs, initial_values)
@@ -304,8 +316,7 @@ class StochasticGradientKernel(MCMCKernel):
             potential = self._potential(source.first().args or (), kwargs, initial_values)
         self.transforms = potential.transforms
         if initial_values is not None:
-            check_sites(initial_values, potential, "initial values")
-            initial_params = potential.unconstrain(initial_values)
+            initial_params = unconstrained_values(initial_values, potential, num_chains)
         # Compiled code takes blocks of steps where it can; what is left is too little to compile.
         fuses = (
             self.jit == "compile"
@@ -314,7 +325,7 @@ class StochasticGradientKernel(MCMCKernel):
             and self.preconditioner.is_fixed(warming_up=False)
         )
         plain = Gradient(potential, jit="auto" if fuses else self.jit)
-        position = starting_points(plain, potential, source, num_chains, initial_params)
+        position = starting_points(plain, potential, source, num_chains, initial_params, given)
         centred = self._centred(plain, potential, source, position) if self.gradient != "plain" else plain
         fused = FusedSteps(Gradient(potential, jit="compile"), self._step_of_block) if fuses else None
         return Chains(self, potential, centred, source, position, on_divergence, fused)
@@ -519,8 +530,8 @@ def _at(step: int | None) -> str:
 
 
 def _first_of(values: Mapping[str, Tensor], otherwise: Callable[[Any], Tensor], site: Any) -> Tensor:
-    """The value that is given for the first chain, if it has the shape of the site."""
+    """The value that is given for the first chain, if it has the shape of the site; in the site's dtype."""
     given = values.get(site["name"])
-    if isinstance(given, Tensor) and given.shape[1:] == site["fn"].shape() and given.dim():
-        return given[0]
+    if given is not None and given.shape[1:] == site["fn"].shape() and given.dim():
+        return given[0].to(init_to_prior(site).dtype)
     return otherwise(site)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyro
 import torch
@@ -18,18 +18,21 @@ if TYPE_CHECKING:
     from pyro_sym.infer.chains import Chains
 
 __all__ = [
+    "as_tensors",
     "check_shapes",
-    "check_sites",
     "refuse_copies",
     "refuse_flat_sites",
     "refuse_point",
     "starting_points",
+    "unconstrained_values",
 ]
 
 # Points at which the log density is asked whether it depends on a site.
 NUM_PROBES = 20
 # So many of the starts that were drawn may be equal by chance, in single precision.
 COPIES_BY_CHANCE = 0.01
+# Messages show values of at most so many numbers.
+MOST_SHOWN = 4
 
 
 def starting_points(
@@ -38,10 +41,21 @@ def starting_points(
     source: PlateRows | Loader,
     num_chains: int,
     given: Mapping[str, Tensor] | None,
+    what: str = "initial_params",
 ) -> Tensor:
-    """Flat positions of shape ``(C, d)`` with finite energies and gradients."""
+    """Flat positions of shape ``(C, d)`` with finite energies and gradients.
+
+    Args:
+        gradient: of the potential energy.
+        potential: the model's.
+        source: of minibatches.
+        num_chains: how many points.
+        given: unconstrained values by site, each of shape ``(C, *shape)``; drawn if ``None``.
+        what: the argument that they were given by.
+    """
     if given is not None:
-        check_shapes(given, potential, "initial values", num_chains)
+        check_shapes(given, potential, what, num_chains)
+        given = {n: given[n].to(site.value.dtype) for n, site in potential.program.latents.items()}
     position = torch.empty(0)
     for chain in range(num_chains):
         if given is None:
@@ -60,21 +74,78 @@ def starting_points(
         fine[group] = energy.isfinite() & slope.isfinite().all(-1) & position[group].isfinite().all(-1)
     for chain in (~fine).nonzero().flatten().tolist():
         if given is not None:
-            refuse_point(potential, position[chain], "initial values", f" of chain {chain}")
+            refuse_point(potential, position[chain], what, f" of chain {chain}")
         position[chain] = potential.flatten(potential.initial())
     return position
 
 
+def as_tensors(given: Mapping[str, Any], what: str) -> dict[str, Tensor]:
+    """Starting values as floating-point tensors by site; arrays, lists and integers are converted."""
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"{what} is a {type(given).__name__}; pass a dict of tensors by site, with the chains in front"
+        )
+    tensors = {}
+    for name, value in given.items():
+        try:
+            tensor = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"{what} of site {name!r} is a {type(value).__name__} that is no tensor ({error}); pass a "
+                "tensor with the chains in front"
+            ) from None
+        tensors[name] = tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
+    return tensors
+
+
+def unconstrained_values(
+    given: Mapping[str, Tensor], potential: Potential, num_chains: int
+) -> dict[str, Tensor]:
+    """The unconstrained values of ``initial_values``, which have to lie inside the supports.
+
+    Outside of a support some transforms return NaN, and others a value of another point; so values are
+    compared with what they come back as.
+
+    Raises:
+        ValueError: if sites, shapes or values don't fit the model; the message names site, chain and value.
+    """
+    what = "initial_values"
+    check_shapes(given, potential, what, num_chains, constrained=True)
+    latents = potential.program.latents
+    given = {name: given[name].to(site.value.dtype) for name, site in latents.items()}
+    params = potential.unconstrain(given)
+    for name, back in potential.constrain(params).items():
+        value = given[name]  # (C, *shape)
+        rounding = 1e-4 * float(value.nan_to_num().abs().max())
+        same = torch.isclose(back, value, rtol=1e-3, atol=rounding).reshape(num_chains, -1).all(-1)
+        fits = same & params[name].isfinite().reshape(num_chains, -1).all(-1)  # (C,)
+        for chain in (~fits).nonzero().flatten().tolist():
+            few = value[chain].numel() <= MOST_SHOWN
+            shown = f" (= {value[chain].tolist()})" if few else ""
+            raise ValueError(
+                f"{what} of site {name!r} in chain {chain}{shown} are not inside the support of the site, "
+                f"{latents[name].support}; give values inside it"
+            )
+    return params
+
+
 def check_shapes(
-    given: Mapping[str, Tensor], potential: Potential, what: str, num_chains: int | None = None
+    given: Mapping[str, Tensor],
+    potential: Potential,
+    what: str,
+    num_chains: int | None = None,
+    *,
+    constrained: bool = False,
 ) -> None:
-    """Refuse unconstrained values that don't have the shapes of the model's sites."""
+    """Refuse values that don't have the shapes of the model's sites."""
     check_sites(given, potential, what)
     chains = () if num_chains is None else (num_chains,)
-    for name, shape in potential.shapes.items():
+    kind = "constrained" if constrained else "unconstrained"
+    for name, latent in potential.program.latents.items():
+        shape = latent.value.shape if constrained else potential.shapes[name]
         if given[name].shape != (*chains, *shape):
             raise ValueError(
-                f"{what} of site {name!r} have shape {tuple(given[name].shape)}; unconstrained values of "
+                f"{what} of site {name!r} have shape {tuple(given[name].shape)}; {kind} values of "
                 f"{'one chain' if num_chains is None else f'{num_chains} chains'} have shape "
                 f"{(*chains, *shape)}"
             )
@@ -92,10 +163,8 @@ def refuse_point(potential: Potential, position: Tensor, what: str, whose: str =
     """Refuse a position where the energy or its gradient is not finite."""
     problem = potential.problem_at(potential.unflatten(position), potential.draw_indices())
     if problem is not None:
-        raise ValueError(
-            f"no chain can start at the {what}{whose}; not finite there: {problem}. They are taken as "
-            "unconstrained values"
-        )
+        taken = "" if what == "initial_values" else ". They are taken as unconstrained values"
+        raise ValueError(f"no chain can start at the {what}{whose}; not finite there: {problem}{taken}")
 
 
 def refuse_flat_sites(potential: Potential, minibatch: Minibatch) -> None:

@@ -12,7 +12,7 @@ from pyro.infer.mcmc.util import diagnostics
 from pyro.ops.stats import hpdi
 from torch import Tensor
 
-__all__ = ["diagnose", "print_table"]
+__all__ = ["diagnose", "print_table", "without_diverged"]
 
 # Pyro's split R-hat halves chains, and wants two draws in each half.
 LEAST_DRAWS = 4
@@ -37,12 +37,27 @@ def diagnose(samples: Mapping[str, Tensor]) -> dict[str, Any]:
     return report
 
 
-def print_table(samples: Mapping[str, Tensor], prob: float) -> None:
+def without_diverged(samples: Mapping[str, Tensor], diverging: Tensor) -> dict[str, Tensor]:
+    """The draws of chains that did not diverge; of all, if all did.
+
+    Args:
+        samples: draws by site, of shape ``(C, draws, *shape)``.
+        diverging: which draws are NaN, of shape ``(draws, C)``.
+    """
+    whole = ~diverging.any(0)  # (C,)
+    whole = whole if whole.any() else torch.ones_like(whole)
+    return {name: value[whole.to(value.device)] for name, value in samples.items()}
+
+
+def print_table(samples: Mapping[str, Tensor], prob: float, diverging: Tensor) -> None:
     """Print mean, sd, median, interval, effective sample size and R-hat by coordinate, in Pyro's layout.
+
+    Draws after a divergence are left out, and so are chains that diverged where chains are compared.
 
     Args:
         samples: draws by site, of shape ``(C, draws, *shape)``.
         prob: of the interval.
+        diverging: which draws are NaN, of shape ``(draws, C)``.
 
     Raises:
         ValueError: if ``prob`` is out of range.
@@ -53,8 +68,10 @@ def print_table(samples: Mapping[str, Tensor], prob: float) -> None:
     columns = ["mean", "std", "median", *ends, "n_eff", "r_hat"]
     rows: dict[str, list[float]] = {}
     for name, value in samples.items():
-        convergence = diagnose({name: value})[name]
-        draws = value.flatten(0, 1)  # (C * draws, *shape)
+        convergence = diagnose(without_diverged({name: value}, diverging))[name]
+        draws = value[~diverging.T.to(value.device)]  # (C * draws, *shape), without those that are NaN
+        if not len(draws):  # all chains diverged in their first draw
+            draws = value.flatten(0, 1)[:1]
         single = len(draws) == 1
         low, high = (draws[0], draws[0]) if single else hpdi(draws, prob)
         shown = [

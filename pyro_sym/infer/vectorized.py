@@ -21,7 +21,7 @@ from pyro_sym.infer.progress import Bar, Callback, Progress, asks_to_stop
 from pyro_sym.infer.skeleton import Options, StochasticGradientKernel
 from pyro_sym.infer.starts import refuse_copies
 from pyro_sym.infer.store import DrawsOnDisk, Store, block_of_draws, random_state, set_random_state
-from pyro_sym.infer.summaries import diagnose, print_table
+from pyro_sym.infer.summaries import diagnose, print_table, without_diverged
 
 __all__ = ["VectorizedMCMC", "deep_ensemble"]
 
@@ -320,12 +320,14 @@ class VectorizedMCMC:
             As ``pyro.infer.MCMC.diagnostics()`` has it: ``{site: {"n_eff": …, "r_hat": …}}``, with
             ``"sample_stats"`` and ``"divergences"`` by ``"chain 0"``, ``"chain 1"``, …; the statistics are
             those of the kernel's :meth:`~pyro_sym.StochasticGradientKernel.diagnostics`. Effective sample
-            size and R-hat of fewer than four draws a chain are NaN.
+            size and R-hat are those of the chains that did not diverge; of fewer than four draws a chain they
+            are NaN.
 
         Raises:
             ValueError: if there are no draws; the message says why.
         """
-        report = diagnose(self._drawn().samples())
+        draws = self._drawn()
+        report = diagnose(without_diverged(draws.samples(), draws.diverging()))
         chains = self._diagnostics
         for name in ("divergences", "sample_stats"):
             report[name] = {f"chain {chain}": own[name] for chain, own in enumerate(chains)}
@@ -334,13 +336,16 @@ class VectorizedMCMC:
     def summary(self, prob: float = 0.9) -> None:
         """Print mean, sd, quantiles, effective sample size and R-hat by coordinate, as Pyro does.
 
+        Draws of masked chains that are NaN don't count, and the last two are of the other chains.
+
         Args:
             prob: of the interval shown.
 
         Raises:
             ValueError: if there are no draws, which the message explains, or ``prob`` is out of range.
         """
-        print_table(self._drawn().samples(), prob)
+        draws = self._drawn()
+        print_table(draws.samples(), prob, draws.diverging())
         for chain, divergence in self.diverged.items():
             print(f"chain {chain} diverged at step {divergence.step}: {divergence.what}")
 

@@ -328,3 +328,24 @@ def test_guides_of_nested_plates_have_native_shapes() -> None:
 def test_likelihoods_that_are_given_are_not_ignored() -> None:
     with pytest.raises(TypeError, match="log_likelihood is a dict"):
         from_pyro({"x": torch.randn(1, 4)}, log_likelihood={"y": torch.randn(4)})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"deterministic": None}, "deterministic is None; pass True"),
+        ({"posterior_predictive": "y"}, "posterior_predictive is 'y'; pass True, or a dict"),
+        ({"predictions": True}, "predictions is True; pass a dict"),
+        ({"prior": 3.0}, r"prior is 3\.0; pass a number of draws, or a dict"),
+        ({"constant_data": torch.ones(3)}, "constant_data is a Tensor; pass a dict"),
+        ({"predictions_constant_data": [1]}, "predictions_constant_data is a list; pass a dict"),
+    ],
+)
+def test_arguments_of_other_types_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        from_pyro({"w": torch.randn(1, 4, 3)}, model=vector, args=(torch.tensor(0.0),), **options)
+
+
+def test_draws_of_one_site_without_chains_are_named_once() -> None:
+    with pytest.raises(ValueError, match=r"^draws of site 'w' have shape \(4,\); pass \(num_chains"):
+        from_pyro({"w": torch.randn(4)})

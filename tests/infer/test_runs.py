@@ -11,7 +11,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.mcmc.util import diagnostics as pyro_diagnostics
 from pyro.infer.mcmc.util import print_summary
+from pyro.ops.stats import hpdi
 from torch import Tensor
 
 from pyro_sym.errors import DivergenceError
@@ -117,6 +119,51 @@ def test_tables_are_pyros(capsys: pytest.CaptureFixture[str]) -> None:
     assert ours == capsys.readouterr().out
     with pytest.raises(ValueError, match=r"prob is 1\.5; pass the probability"):
         mcmc.summary(prob=1.5)
+
+
+def test_tables_leave_out_what_diverged(capsys: pytest.CaptureFixture[str]) -> None:
+    """Chain 1 starts where no step is small enough, and is NaN from its first draws on."""
+
+    def quartic() -> None:
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("wall", -x.pow(4))
+
+    starts = {"x": torch.tensor([0.1, 300.0, 0.2])}
+    mcmc = sampler(
+        BAOA(quartic, step_size=0.1), 20, num_chains=3, on_divergence="mask", initial_params=starts
+    )
+    mcmc.run()
+    assert list(mcmc.diverged) == [1]
+    mcmc.summary(prob=0.8)
+    shown = capsys.readouterr().out.split("chain 1 diverged")[0].split("x")[1].split()
+    draws = mcmc.get_samples()["x"]  # without NaN
+    low, high = hpdi(draws, 0.8)
+    whole = mcmc.get_samples(group_by_chain=True)["x"][[0, 2]]
+    known = pyro_diagnostics({"x": whole})["x"]
+    expected = [
+        draws.mean(),
+        draws.std(),
+        draws.median(),
+        low,
+        high,
+        known["n_eff"],
+        known["r_hat"],
+    ]
+    assert shown == [f"{float(value):.2f}" for value in expected]
+    report = mcmc.diagnostics()["x"]
+    assert report["r_hat"] == known["r_hat"] and report["n_eff"] == known["n_eff"]
+
+
+def test_a_table_of_chains_that_all_diverged_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    mcmc = sampler(BAOA(too_narrow, step_size=1e4), 5, num_chains=2, warmup_steps=9, on_divergence="mask")
+    mcmc.run()
+    mcmc.summary()
+    row = capsys.readouterr().out.split("chain 0 diverged")[0].split("\n")[2]
+    assert row.split() == ["x", *["nan"] * 7]
+
+
+def too_narrow() -> None:
+    pyro.sample("x", dist.Normal(0.0, 1e-30))
 
 
 def test_a_deep_ensemble_has_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -462,6 +509,7 @@ GOOD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
         ({"optimizer": pyro.optim.SGD(GOOD, {"clip_norm": 1.0})}, ValueError, "clips gradients"),
         ({"optimizer": pyro.optim.SGD(lambda name: GOOD)}, ValueError, "one learning rate for all sites"),
         ({"optimizer": "sgd"}, TypeError, "optimizer is str"),
+        ({"optimizer": torch.optim.SGD}, TypeError, "the class .*; pass an instance"),
         (
             {"optimizer": torch.optim.SGD(weights(), weight_decay=0.04, **GOOD)},
             ValueError,

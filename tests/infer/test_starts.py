@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -318,3 +319,99 @@ def test_nan_without_a_mask_is_not_blamed_on_one() -> None:
     ):
         run(BAOA(model, step_size=0.1), Y)
     assert "mask" not in str(error.value)
+
+
+# --- starts that are given ----------------------------------------------------------------------------------
+
+
+def on_supports() -> None:
+    pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    pyro.sample("share", dist.Uniform(torch.zeros(2), torch.tensor([1.0, 5.0])).to_event(1))
+    pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
+    pyro.sample("chol", dist.LKJCholesky(3, 1.0))
+
+
+def inside() -> dict[str, Tensor]:
+    return {
+        "scale": torch.tensor([1e-6, 1e6]),
+        "share": torch.tensor([[0.5, 4.9], [0.1, 0.2]]),
+        "weights": torch.tensor([[0.2, 0.3, 0.5], [1e-6, 1e-6, 1 - 2e-6]]),
+        "chol": dist.LKJCholesky(3, 1.0).sample((2,)),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_starts_inside_their_supports_are_taken(dtype: torch.dtype) -> None:
+    given = {name: value.to(dtype) for name, value in inside().items()}
+    mcmc = run(SGLD(on_supports, step_size=1e-12), num_samples=1, num_chains=2, initial_values=given)
+    for name, value in mcmc.get_samples(group_by_chain=True).items():
+        assert value.dtype == torch.float64  # the model's
+        torch.testing.assert_close(value[:, 0], given[name].double(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("scale", -1.0, r"chain 1 \(= -1\.0\) are not inside the support of the site, GreaterThan"),
+        ("scale", 0.0, r"chain 1 \(= 0\.0\) are not inside"),
+        ("scale", math.nan, r"chain 1 \(= nan\) are not inside"),
+        # Transforms of bounded supports clamp, and would start at another point without a word.
+        ("share", [0.5, 7.0], r"chain 1 \(= \[0\.5, 7\.0\]\) are not inside"),
+        ("weights", [1.0, 1.0, 1.0], r"chain 1 \(= \[1\.0, 1\.0, 1\.0\]\) are not inside .* Simplex"),
+        ("chol", [[2.0, 0.0, 0.0]] * 3, r"chain 1 are not inside .* CorrCholesky"),
+    ],
+)
+def test_starts_outside_of_their_supports_are_refused(name: str, value: Any, message: str) -> None:
+    given = inside()
+    given[name][1] = torch.tensor(value)
+    with pytest.raises(ValueError, match=rf"initial_values of site {name!r} in {message}"):
+        run(SGLD(on_supports, step_size=1e-9), num_chains=2, initial_values=given)
+
+
+@pytest.mark.parametrize("argument", ["initial_values", "initial_params"])
+def test_starts_may_be_arrays_lists_and_integers(argument: str) -> None:
+    def last(given: Any) -> Tensor:
+        options: dict[str, Any] = {argument: {"x": given}}
+        mcmc = run(SGLD(narrow, step_size=1e-9), num_chains=2, **options)
+        return mcmc.get_samples(group_by_chain=True)["x"]
+
+    expected = last(torch.zeros(2))
+    for given in ([0.0, 0.0], np.zeros(2), np.zeros(2, dtype=np.int64), torch.zeros(2, dtype=torch.long)):
+        assert torch.equal(last(given), expected)
+    with pytest.raises(TypeError, match=f"{argument} of site 'x' is a str that is no tensor"):
+        last("zero")
+    with pytest.raises(TypeError, match=f"{argument} is a Tensor; pass a dict"):
+        run(SGLD(narrow, step_size=1e-9), num_chains=2, **{argument: torch.zeros(2)})
+
+
+def test_what_pyro_says_of_a_start_is_one_line_of_ours() -> None:
+    def model() -> None:
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(w, 1.0), obs=torch.tensor([1.0, math.nan]))
+
+    with pytest.raises(ValueError, match=r"probability of site 'y'.*invalid values.*check the data") as error:
+        run(BAOA(model, step_size=0.1))
+    assert "Trace Shapes" not in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"at the initial_params of chain 1; .*value of site 'w'") as error:
+        run(BAOA(narrow_w, step_size=0.1), num_chains=2, initial_params={"w": torch.tensor([0.0, math.nan])})
+    assert "Trace Shapes" not in str(error.value)
+
+
+def narrow_w() -> None:
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    pyro.sample("y", dist.Normal(0.0, w.exp()), obs=torch.tensor(1.0))
+
+
+def test_a_draw_that_pyro_refuses_is_drawn_anew() -> None:
+    """Validation refuses a scale of 0, to which draws underflow: the prototype's, and a chain's."""
+    tries: list[float] = []
+
+    def strategy(site: Any) -> Tensor:
+        tries.append(0.0 if len(tries) in (2, 4) else -1e4)
+        return torch.tensor(tries[-1])
+
+    with pyro.validation_enabled(True):
+        run(BAOA(narrow_w, step_size=0.1, init_strategy=strategy))
+        assert tries == [-1e4, -1e4, 0.0, -1e4, 0.0]
+        with pytest.raises(ValueError, match="Expected parameter scale"):  # the model's own fault, always
+            run(BAOA(narrow_w, step_size=0.1, init_strategy=lambda site: torch.tensor(-1e4)))

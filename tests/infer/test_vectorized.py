@@ -430,7 +430,7 @@ def test_other_kernels_and_unfit_starts_are_refused() -> None:
     with pytest.raises(TypeError, match=r"Others run in pyro\.infer\.MCMC"):
         VectorizedMCMC(pyro.infer.NUTS(full_model), 5)  # type: ignore[arg-type]
     kernel = BAOA(full_model, step_size=0.1)
-    with pytest.raises(ValueError, match=r"initial values are given for \['a'\]"):
+    with pytest.raises(ValueError, match=r"initial_values are given for \['a'\]"):
         run(kernel, num_samples=1, initial_values={"a": torch.ones(1)})
     with pytest.raises(
         ValueError, match=r"'a' have shape \(2,\); unconstrained values of 3 chains have shape \(3,\)"
