@@ -127,12 +127,12 @@ def _needed(model: Model | None, what: str) -> Model:
 def _wanted(model: Model | None, request: Request) -> list[str]:
     """The deterministic sites that are to be computed; a function of the same name takes the place of one."""
     which = request.deterministic
-    if model is None or which is False:
-        return []
     if not isinstance(which, Collection | bool):
         raise TypeError(
             f"deterministic is {which!r}; pass True for all deterministic sites, False for none, or names"
         )
+    if model is None or which is False:
+        return []
     known = model.deterministic.sites.keys() - (request.functions or {}).keys()
     if which is True:
         rows = model.deterministic.in_subsampled_plates

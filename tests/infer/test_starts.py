@@ -380,8 +380,9 @@ def test_starts_may_be_arrays_lists_and_integers(argument: str) -> None:
         assert torch.equal(last(given), expected)
     with pytest.raises(TypeError, match=f"{argument} of site 'x' is a str that is no tensor"):
         last("zero")
+    whole: dict[str, Any] = {argument: torch.zeros(2)}
     with pytest.raises(TypeError, match=f"{argument} is a Tensor; pass a dict"):
-        run(SGLD(narrow, step_size=1e-9), num_chains=2, **{argument: torch.zeros(2)})
+        run(SGLD(narrow, step_size=1e-9), num_chains=2, **whole)
 
 
 def test_what_pyro_says_of_a_start_is_one_line_of_ours() -> None:
