@@ -321,8 +321,17 @@ class Program:
 
         Returns:
             The constrained values by site, and the indices by plate.
+
+        Raises:
+            ValueError: if a site is not there in this run.
         """
         trace = self._run_prototype()
+        missing = [name for name in [*self.latents, *self.plates] if name not in trace.nodes]
+        if missing:
+            raise ValueError(
+                f"the model has a site {missing[0]!r} in some of its runs, and not in others; its sites have to "
+                "be the same in every run, so make such a site in each of them, and use it in some"
+            )
         values = {name: trace.nodes[name]["value"].detach() for name in self.latents}
         return values, {name: trace.nodes[name]["value"] for name in self.plates}
 

@@ -23,6 +23,7 @@ from pyro_sym.errors import SymmetryError
 from pyro_sym.program import Program
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.evidence import Evidence, named
+from pyro_sym.symmetry.precision import CastsToDouble
 
 __all__ = ["check_symmetry", "unblocked"]
 
@@ -96,7 +97,7 @@ def at_best_precision(
         # comes again without them.
         with suppress(RuntimeError), default_dtype(torch.float64), own_params():
             double = partial(tree_map, _to_double)
-            return compute(Program(_in_double(model), double(args), double(kwargs)), torch.float64)
+            return compute(_without_casts(_in_double(model), double(args), double(kwargs)), torch.float64)
         return compute(Program(model, args, kwargs), torch.float32)
 
 
@@ -135,6 +136,23 @@ def _in_double(model: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(model, nn.Module) and not isinstance(model, PyroModule):
         return copy.deepcopy(model).double()
     return model
+
+
+def _without_casts(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    """The program of a model whose casts to a lower precision, if it has any, are casts to float64.
+
+    Sums in lower precision depend on the order of their terms, by more than the rest of a model in float64.
+    """
+    with CastsToDouble() as casts:
+        program = Program(model, args, kwargs)
+    if not casts.found:
+        return program
+
+    def in_double(*args: Any, **kwargs: Any) -> Any:
+        with CastsToDouble():
+            return model(*args, **kwargs)
+
+    return Program(in_double, args, kwargs)
 
 
 @contextmanager
