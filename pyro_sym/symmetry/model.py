@@ -40,16 +40,18 @@ def check_symmetry(model: Callable[..., Any], symmetry: Symmetry, *args: Any, **
         \log p(g \cdot \theta, D) = \log p(\theta, D)
 
     for all generators :math:`g` of the group and three random elements; of more than 32 generators it takes
-    24, evenly spread, and nine random elements. Enumerable discrete sites are summed out first. Torch's
-    global random state is left as it was.
+    24, evenly spread, and nine random elements. If the bounds of a support differ from entry to entry, as
+    those of a uniform prior may, values near the bounds are tried too. Enumerable discrete sites are summed
+    out first. Torch's global random state is left as it was.
 
     **Rounding.** The log joint is compared element by element: by rows of the data, and by entries of sites.
     Elements that change by no more than rounding are left out, and so are terms whose elements only change
     places. What is left has to make up for itself, within what rounding allows to it alone. So a large or
     strongly scaled likelihood does not hide a break in a prior. The check runs in float64 where the model
-    allows (a plain module does, as a copy), and in the model's own precision otherwise. Where an element
-    seems to change, its rounding is measured by second differences at the same point. Breaks below 1e-12
-    of an element, in single precision below 4e-6, are not seen.
+    allows (a plain module does, as a copy), and in the model's own precision otherwise. In float64, casts of
+    the model to a lower precision are casts to float64. Where an element seems to change, its rounding is
+    measured by second differences at the same point. Breaks below 1e-12 of an element, in single precision
+    below 4e-6, are not seen.
 
     **Rows.** If plates are subsampled, all their rows are shown once, in random windows, at a prior draw. The
     windows have more rows than ``subsample_size`` where the model takes them and memory allows. Each window
