@@ -45,6 +45,7 @@ __all__ = [
     "is_deterministic",
     "marginal_terms",
     "subsampled_plates",
+    "support_of_entries",
     "traced",
     "uniform_draw",
 ]
@@ -226,6 +227,13 @@ def subsampled_plates(trace: poutine.Trace) -> dict[str, SubsampledPlate]:
     }
 
 
+def support_of_entries(support: Any) -> Any:
+    """The support without the dims that it only repeats over."""
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return support
+
+
 def init_to_prior(site: Any) -> Tensor:
     """Draw a site from its prior, or uniformly on (-2, 2) in unconstrained space where it is improper."""
     try:
@@ -339,9 +347,18 @@ class Program:
 
         Returns:
             The constrained values by site, and the indices by plate.
+
+        Raises:
+            ValueError: if a site is not there in this run.
         """
         with pyro.validation_enabled(False):
             trace = self._run_prototype()
+        missing = [name for name in [*self.latents, *self.plates] if name not in trace.nodes]
+        if missing:
+            raise ValueError(
+                f"the model has site {missing[0]!r} in some of its runs and not in others; the sites have to "
+                "be the same in every run. Sample this site in every run, and use it only where it is needed"
+            )
         values = {name: trace.nodes[name]["value"].detach() for name in self.latents}
         return values, {name: trace.nodes[name]["value"] for name in self.plates}
 

@@ -109,3 +109,17 @@ def test_improper_priors_are_drawn_uniformly() -> None:
 
     values, _ = Program(model).draw()
     assert values["scale"].shape == (3,) and (values["scale"] > 0).all()
+
+
+def test_a_site_that_some_runs_lack_is_named() -> None:
+    runs = itertools.count()
+
+    def model() -> None:
+        pyro.sample("a", dist.Normal(0.0, 1.0))
+        if next(runs) % 2 == 0:
+            pyro.sample("b", dist.Normal(0.0, 1.0))
+
+    program = Program(model)
+    with pytest.raises(ValueError, match="has site 'b' in some of its runs and not in others"):
+        program.draw()
+    assert set(program.draw()[0]) == {"a", "b"}

@@ -469,8 +469,8 @@ class AutoSymmetrized(AutoGuide):
         rows = {name: value.unsqueeze(0) for name, value in values.items()}
         moved = self.symmetry.act(self.symmetry.sample(values, (NUM_MOVED, 1)), rows)
         for outside, why in (
-            (layout.local, "lie in subsampled plates, where a minibatch tells their density only in part,"),
-            (layout.apart, "have a scale of their own,"),
+            (layout.local, "lie in subsampled plates, where a minibatch tells their density only in part"),
+            (layout.apart, "have a scale of their own"),
         ):
             if outside:
                 rest = {name: dim for name, dim in dims.items() if name not in outside}

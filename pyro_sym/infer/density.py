@@ -229,6 +229,8 @@ def _(guide: AutoGuideList, call: GuideCall) -> Callable[[Values], Tensor]:
     parts = []
     for part in guide:
         known = part._guide if isinstance(part, AutoCallable) else part
+        if isinstance(known, AutoGuide) and call.dims.keys().isdisjoint(known.prototype_trace.nodes):
+            continue  # it has local sites only, or others whose density is not wanted
         parts.append(log_density(known, call))
     return lambda values: torch.stack(torch.broadcast_tensors(*[part(values) for part in parts])).sum(0)
 

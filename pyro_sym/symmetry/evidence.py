@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import biject_to
 
 from pyro_sym.errors import SymmetryError
-from pyro_sym.program import Program
+from pyro_sym.program import Program, init_to_prior, support_of_entries
 from pyro_sym.rows import Window, blocks, widened
 from pyro_sym.symmetry.base import Element, Symmetry
 from pyro_sym.symmetry.comparison import Change, Joint, compared, evaluated, rounding_levels
@@ -38,6 +40,8 @@ NUM_RANDOM_ELEMENTS = 3  # beside all generators
 # Where there are more than MAX_GENERATORS: fewer of them, and more random elements.
 NUM_SPREAD, NUM_RANDOM_AMONG_MANY = 24, 9
 MAX_NAMED = 1000  # generators that are tried to say more than a random element does
+# Unconstrained coordinates of values near the bounds of a support: 6e-6 of the interval from them.
+END = 12.0
 # For all rows: random elements a window, and what a check may cost.
 NUM_ROW_ELEMENTS = 20
 MAX_ROW_EVALUATIONS = 6_000
@@ -135,6 +139,7 @@ class Evidence:
         self.points = finite_draws(program, dtype)
         for point in self.points:
             _refuse_hidden_randomness(point)
+        self._at_bounds = list(_draws_at_bounds(program, dtype))
         self._windows: list[Window] | None = None
 
     def refute(self, symmetry: Symmetry) -> Refutation | None:
@@ -149,7 +154,7 @@ class Evidence:
         Raises:
             SymmetryError: if the group can't act on the model's sites.
         """
-        for point in self.points:
+        for point in [*self.points, *self._at_bounds]:
             symmetry.check_values(point.values)
             for name, element in _elements(symmetry, point):
                 refutation = _tried(symmetry, name, element, point)
@@ -251,6 +256,37 @@ def finite_draws(program: Program, dtype: torch.dtype) -> list[Point]:
     if not points:
         raise failure
     return points
+
+
+def _draws_at_bounds(program: Program, dtype: torch.dtype) -> Iterator[Point]:
+    """Points near bounds of supports that differ from entry to entry, as those of a uniform prior may.
+
+    An image of a prior draw leaves such a support seldom if the bounds differ by little.
+    """
+    if any(_uneven_bounds(latent.support) for latent in program.latents.values()):
+        for end in (-END, END):
+            at_end = Program(
+                program.model, program.args, program.kwargs, init_strategy=partial(_near_bound, end)
+            )
+            with suppress(ValueError):  # the log joint may be infinite there
+                yield finite_draw(at_end, dtype)
+
+
+def _uneven_bounds(support: Any) -> bool:
+    """Whether a support has bounds that differ from entry to entry."""
+    bounds = (getattr(support_of_entries(support), name, None) for name in ("lower_bound", "upper_bound"))
+    return any(isinstance(b, Tensor) and b.numel() > 1 and bool((b != b.flatten()[0]).any()) for b in bounds)
+
+
+def _near_bound(end: float, site: Any) -> Tensor:
+    """A value near the lower or the upper bound, or near the only one; a prior draw where bounds are even."""
+    fn = site["fn"]
+    if not _uneven_bounds(fn.support):
+        return init_to_prior(site)
+    bijection = biject_to(fn.support)
+    support = support_of_entries(fn.support)
+    both = hasattr(support, "lower_bound") and hasattr(support, "upper_bound")
+    return bijection(torch.full(bijection.inverse_shape(fn.shape()), end if both else -END))
 
 
 def unbroken(

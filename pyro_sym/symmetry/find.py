@@ -17,7 +17,14 @@ from torch import Tensor
 
 from pyro_sym.errors import SymmetryError
 from pyro_sym.fixed import fixed_parameters
-from pyro_sym.program import LatentSite, Program, in_subsampled_plate, is_data, uniform_draw
+from pyro_sym.program import (
+    LatentSite,
+    Program,
+    in_subsampled_plate,
+    is_data,
+    support_of_entries,
+    uniform_draw,
+)
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.comparison import NUM_DIFFERENCES, Joint, compared
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
@@ -294,20 +301,12 @@ def _whole_values(program: Program) -> Iterator[_Axis]:
 
 
 def _is_real(latent: LatentSite) -> bool:
-    return _element_support(latent) is constraints.real
-
-
-def _element_support(latent: LatentSite) -> Any:
-    """The support without the dims that it only repeats over."""
-    support: Any = latent.support
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
-    return support
+    return support_of_entries(latent.support) is constraints.real
 
 
 def _axes(latent: LatentSite, data: set[str]) -> Iterator[_Axis]:
     """The candidates of one site, given the names of plates that hold data."""
-    support = _element_support(latent)
+    support = support_of_entries(latent.support)
     several: list[tuple[int, ...]] = [(axis,) for axis in range(-latent.value.dim(), -support.event_dim)]
     if support is constraints.simplex:
         several.append((-1,))

@@ -23,6 +23,7 @@ from pyro_sym.errors import SymmetryError
 from pyro_sym.program import Program
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.evidence import Evidence, named
+from pyro_sym.symmetry.precision import CastsToDouble
 
 __all__ = ["check_symmetry", "unblocked"]
 
@@ -39,16 +40,18 @@ def check_symmetry(model: Callable[..., Any], symmetry: Symmetry, *args: Any, **
         \log p(g \cdot \theta, D) = \log p(\theta, D)
 
     for all generators :math:`g` of the group and three random elements; of more than 32 generators it takes
-    24, evenly spread, and nine random elements. Enumerable discrete sites are summed out first. Torch's
-    global random state is left as it was.
+    24, evenly spread, and nine random elements. If the bounds of a support differ from entry to entry, as
+    those of a uniform prior may, values near the bounds are tried too. Enumerable discrete sites are summed
+    out first. Torch's global random state is left as it was.
 
     **Rounding.** The log joint is compared element by element: by rows of the data, and by entries of sites.
     Elements that change by no more than rounding are left out, and so are terms whose elements only change
     places. What is left has to make up for itself, within what rounding allows to it alone. So a large or
     strongly scaled likelihood does not hide a break in a prior. The check runs in float64 where the model
-    allows (a plain module does, as a copy), and in the model's own precision otherwise. Where an element
-    seems to change, its rounding is measured by second differences at the same point. Breaks below 1e-12
-    of an element, in single precision below 4e-6, are not seen.
+    allows (a plain module does, as a copy), and in the model's own precision otherwise. In float64, casts of
+    the model to a lower precision are casts to float64. Where an element seems to change, its rounding is
+    measured by second differences at the same point. Breaks below 1e-12 of an element, in single precision
+    below 4e-6, are not seen.
 
     **Rows.** If plates are subsampled, all their rows are shown once, in random windows, at a prior draw. The
     windows have more rows than ``subsample_size`` where the model takes them and memory allows. Each window
@@ -96,7 +99,7 @@ def at_best_precision(
         # comes again without them.
         with suppress(RuntimeError), default_dtype(torch.float64), own_params():
             double = partial(tree_map, _to_double)
-            return compute(Program(_in_double(model), double(args), double(kwargs)), torch.float64)
+            return compute(_without_casts(_in_double(model), double(args), double(kwargs)), torch.float64)
         return compute(Program(model, args, kwargs), torch.float32)
 
 
@@ -135,6 +138,23 @@ def _in_double(model: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(model, nn.Module) and not isinstance(model, PyroModule):
         return copy.deepcopy(model).double()
     return model
+
+
+def _without_casts(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    """The program of a model whose casts to a lower precision, if it has any, are casts to float64.
+
+    Sums in lower precision depend on the order of their terms, by more than the rest of a model in float64.
+    """
+    with CastsToDouble() as casts:
+        program = Program(model, args, kwargs)
+    if not casts.found:
+        return program
+
+    def in_double(*args: Any, **kwargs: Any) -> Any:
+        with CastsToDouble():
+            return model(*args, **kwargs)
+
+    return Program(in_double, args, kwargs)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Networks in double precision, whatever precision and device they ask for on the way."""
+"""Models and networks in double precision, whatever precision they ask for on the way."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
-__all__ = ["all_in_double", "to_double"]
+__all__ = ["CastsToDouble", "all_in_double", "to_double"]
 
 CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
 MOVES = {Tensor.cuda, Tensor.xpu}
@@ -52,8 +51,38 @@ def all_in_double(module: nn.Module) -> nn.Module:
     return module
 
 
-class _AllInDouble(TorchFunctionMode):
-    """Calls of torch with float64 for each floating-point dtype, and the CPU for each device."""
+class CastsToDouble(TorchFunctionMode):
+    """Calls of torch with float64 for each floating-point dtype.
+
+    Attributes:
+        found: whether a call asked for another one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in CASTS:
+            self.found = True
+            return args[0].double()
+        # Dtypes are arguments of their own, never in a tuple, and a torch.Size must stay one.
+        kwargs = kwargs or {}
+        if any(_wider(leaf) is not leaf for leaf in (*args, *kwargs.values())):
+            self.found = True
+            args = tuple(map(_wider, args))
+            kwargs = {name: _wider(leaf) for name, leaf in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+class _AllInDouble(CastsToDouble):
+    """The same, with the CPU for each device."""
 
     def __torch_function__(
         self,
@@ -63,15 +92,13 @@ class _AllInDouble(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func in CASTS:
-            return args[0].double()
         if func in MOVES:
             return args[0].cpu()
         if func is Tensor.to:
             args = tuple(_on_cpu(a) if isinstance(a, str | torch.device) else a for a in args)
         if "device" in kwargs:
             kwargs["device"] = _on_cpu(kwargs["device"])
-        return func(*tree_map(_wider, args), **tree_map(_wider, kwargs))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _wider(leaf: Any) -> Any:

@@ -90,6 +90,8 @@ class _Walk:
             for name, tensor in named(remove_duplicate=False)
         }
         self.constants = signature.inputs_to_lifted_tensor_constants
+        # A shared parameter has a placeholder for each of its names, and not all of them have users.
+        self.used = {self._first_name(node) for node in program.graph.nodes if node.users}
         for node in program.graph.nodes:
             self.atoms.cause = ""  # the order of inputs and outputs is no loss
             self.dtypes |= _floating(node)
@@ -107,17 +109,22 @@ class _Walk:
                 self.results[node] = []
 
     def _input(self, node: fx.Node) -> list[Operand]:
-        name = self.first_names.get(self.names.get(node.name, ""))
+        name = self._first_name(node)
         if name is None:
             self.atoms.cause = (
                 f"a constant, {self.constants[node.name]}" if node.name in self.constants else ""
             )
             return self._pinned(node)
         if name not in self.state:
-            movable = node.users and (name not in self.buffers or _is_statistic(node))
+            is_buffer = name in self.buffers
+            movable = (node.users and _is_statistic(node)) if is_buffer else name in self.used
             self.atoms.cause = f"buffer {name}" if name in self.buffers else ""
             (self.state[name],) = self._movable(name, node) if movable else self._pinned(node)
         return [self.state[name]]
+
+    def _first_name(self, node: fx.Node) -> str | None:
+        """The first name of the parameter or buffer that a placeholder stands for, if it stands for one."""
+        return self.first_names.get(self.names.get(node.name, ""))
 
     def _movable(self, name: str, node: fx.Node) -> list[Operand]:
         shape = _shapes(node)[0]

@@ -151,6 +151,20 @@ def tied_autoencoder() -> nn.Module:
     )
 
 
+@case(lambda: (torch.arange(10).view(2, 5),), permutations=(6, 12), flips=(6,))
+def tied_embedding() -> nn.Module:
+    """The first name of the shared weight has no users in the graph."""
+    parts: Any = Net(
+        lambda s, i: s.out(s.embed(i) + s.down(F.gelu(s.up(s.embed(i))))),
+        embed=nn.Embedding(10, 6),
+        up=nn.Linear(6, 12),
+        down=nn.Linear(12, 6),
+        out=nn.Linear(6, 10, bias=False),
+    )
+    parts.out.weight = parts.embed.weight
+    return parts
+
+
 @case(lambda: (torch.randn(5, 8), torch.randn(5, 8)), permutations=(6, 4), flips=(4,))
 def two_towers() -> nn.Module:
     def score(s: Any, x: Tensor, y: Tensor) -> Tensor:

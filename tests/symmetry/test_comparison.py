@@ -20,6 +20,7 @@ from pyro_sym.program import Program, Term
 from pyro_sym.symmetry.comparison import Joint, compared, rounding_levels
 from pyro_sym.symmetry.find import _find
 from pyro_sym.symmetry.model import check
+from pyro_sym.symmetry.precision import CastsToDouble
 from tests.symmetry.models import CASES, NEAR_MISSES, Case
 
 DOUBLE, SINGLE = torch.float64, torch.float32
@@ -223,3 +224,36 @@ def test_other_sites_at_other_values_are_refused() -> None:
 
     with pytest.raises(SymmetryError, match=r"other sites at other values.*'first', 'second'"):
         find_symmetry(model)
+
+
+def single_mean(locs: Tensor) -> Tensor:
+    """A sum in single precision, which depends on the order of its terms."""
+    return F.linear(locs.float(), torch.full((1, 6), 0.1, dtype=torch.float32))
+
+
+def single_softmax(locs: Tensor) -> Tensor:
+    return (locs.softmax(-1, dtype=torch.float32).to(locs.dtype) * locs).sum()
+
+
+@pytest.mark.parametrize("mean", [single_mean, single_softmax])
+def test_casts_inside_of_a_model_lose_no_group(mean: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def model(y: Tensor, third: float = 0.0) -> None:
+        prior = torch.tensor([0.0, 0.0, third, 0.0, 0.0, 0.0])
+        locs = pyro.sample("locs", dist.Normal(prior, 1.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(mean(locs), 0.01), obs=y)
+
+    y = torch.linspace(-1, 2, 20)
+    assert repr(find_symmetry(model, y)) == repr(Permutation({"locs": -1}))
+    assert repr(find_symmetry(model, y, 0.001)) == "Product()"  # a near miss
+    never = property(lambda self: False, lambda self, value: None)
+    monkeypatch.setattr(CastsToDouble, "found", never, raising=False)
+    assert repr(find_symmetry(model, y)) == "Product()"  # the control: with the casts, rounding breaks it
+
+
+def test_scalars_stay_scalars_where_casts_are_looked_for() -> None:
+    with CastsToDouble() as casts:
+        assert torch.ones(()).new(torch.Size([])).shape == ()
+        assert not casts.found
+        assert torch.ones((), dtype=torch.float32).dtype == torch.float64
+    assert casts.found

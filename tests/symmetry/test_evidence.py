@@ -242,3 +242,47 @@ def test_a_check_on_all_rows_leaves_the_generator_and_the_plates_alone() -> None
     check_symmetry(partly_labelled, LOCS, torch.linspace(-1, 1, 200), torch.full((200,), -1), 20)
     assert torch.equal(state, torch.random.get_rng_state())
     assert SubsampleMessenger._subsample is plates
+
+
+def bounded(*, low: Any = -5.0, high: Any = 5.0, pareto: bool = False) -> Any:
+    """Three exchangeable components, but for the bounds of their prior."""
+    low, high = torch.broadcast_tensors(torch.as_tensor(low), torch.as_tensor(high), ones(3))[:2]
+
+    def model(y: Tensor) -> None:
+        prior = dist.Pareto(high, 3.0) if pareto else dist.Uniform(low, high)
+        locs = pyro.sample("locs", prior.to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.MixtureSameFamily(dist.Categorical(ones(3)), dist.Normal(locs, 1.0)), obs=y)
+
+    return model
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        bounded(high=torch.tensor([5.0, 5.0, 5.001])),
+        bounded(low=torch.tensor([-5.001, -5.0, -5.0])),
+        bounded(high=torch.tensor([5.0, 5.0005, 5.0]), pareto=True),
+    ],
+)
+def test_bounds_that_differ_by_little_are_seen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prior draw in 10,000 tells them apart."""
+    y = torch.linspace(-3, 3, 20)
+    assert refused(model, LOCS, y)
+    assert repr(find_symmetry(model, y)) == "Product()"
+    monkeypatch.setattr(evidence, "_draws_at_bounds", lambda *_: [])
+    assert not refused(model, LOCS, y)  # the control: prior draws alone say nothing
+
+
+def test_bounds_that_move_with_the_components_are_no_break() -> None:
+    def model(y: Tensor) -> None:
+        with pyro.plate("components", 3):
+            widths = pyro.sample("widths", dist.Gamma(2.0, 1.0))
+            locs = pyro.sample("locs", dist.Uniform(-widths, widths))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.MixtureSameFamily(dist.Categorical(ones(3)), dist.Normal(locs, 1.0)), obs=y)
+
+    y = torch.linspace(-3, 3, 20)
+    assert repr(find_symmetry(model, y)) == repr(Permutation({"widths": -1, "locs": -1}))
+    assert refused(model, LOCS, y)
+    assert repr(find_symmetry(bounded(high=5 * ones(3)), y)) == repr(LOCS)
