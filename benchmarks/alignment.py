@@ -48,10 +48,10 @@ from pyro_sym import (
     align_allocations,
     allocation_probabilities,
 )
-from pyro_sym.infer.gradient import Gradient
-from pyro_sym.infer.minibatch import Minibatch
-from pyro_sym.symmetry.allocations import Method
-from tests.infer.posteriors import Agreement, Posterior, load, read_data, worst
+from pyro_sym.alignment.by_allocations import Method
+from pyro_sym.model.gradient import Gradient
+from pyro_sym.model.minibatch import Minibatch
+from tests.sgmcmc.posteriors import Agreement, Posterior, load, read_data, worst
 
 Draws = dict[str, Tensor]
 

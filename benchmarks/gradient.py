@@ -18,10 +18,10 @@ from torch import Tensor
 
 from benchmarks._models import network_model, pima_data, pima_model
 from benchmarks._runner import Row, Tables, command_line, take_turns
-from pyro_sym.infer.fused import FusedSteps, block_length
-from pyro_sym.infer.gradient import Gradient, Jit
-from pyro_sym.infer.minibatch import Minibatch, draw_indices
-from pyro_sym.infer.potential import Potential
+from pyro_sym.model.gradient import Gradient, Jit
+from pyro_sym.model.minibatch import Minibatch, draw_indices
+from pyro_sym.model.potential import Potential
+from pyro_sym.sgmcmc.step_blocks import FusedSteps, block_length
 
 TITLE = "What a gradient costs"
 OPTIONS: dict[str, dict[str, Any]] = {

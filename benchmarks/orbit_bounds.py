@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks._runner import Row, Tables, command_line
 from pyro_sym.orbit.bounds import bethe_lower, bethe_upper, capacity_lower, capacity_upper, fractional_upper
+from pyro_sym.orbit.guided_permutations import importance_bracket
 from pyro_sym.orbit.permanent import MAX_SIZE, log_permanent
-from pyro_sym.orbit.sequential import importance_bracket
 
 TITLE = "Brackets of the gain"
 OPTIONS: dict[str, dict[str, Any]] = {

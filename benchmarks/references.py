@@ -37,15 +37,15 @@ from torch import Tensor
 
 from benchmarks._runner import Row, Tables, command_line
 from pyro_sym.errors import DivergenceError
-from pyro_sym.infer.control_variate import FullGradient, find_mode
-from pyro_sym.infer.gradient import Gradient
-from pyro_sym.infer.kernels import BAOA, SGHMC, SGLD, SGNHT, LeimkuhlerMatthews
-from pyro_sym.infer.minibatch import PlateRows
-from pyro_sym.infer.potential import Potential
-from pyro_sym.infer.preconditioners import Diagonal
-from pyro_sym.infer.skeleton import StochasticGradientKernel
-from pyro_sym.infer.vectorized import VectorizedMCMC
-from tests.infer.posteriors import NAMES, Agreement, Posterior, load, worst
+from pyro_sym.model.full_data import FullGradient, find_mode
+from pyro_sym.model.gradient import Gradient
+from pyro_sym.model.minibatch import PlateRows
+from pyro_sym.model.potential import Potential
+from pyro_sym.sgmcmc.kernel import StochasticGradientKernel
+from pyro_sym.sgmcmc.kernels import BAOA, SGHMC, SGLD, SGNHT, LeimkuhlerMatthews
+from pyro_sym.sgmcmc.preconditioners import Diagonal
+from pyro_sym.sgmcmc.vectorized import VectorizedMCMC
+from tests.sgmcmc.posteriors import NAMES, Agreement, Posterior, load, worst
 
 TITLE = "Real posteriors against reference draws"
 KERNELS: dict[str, Any] = {kind.__name__: kind for kind in (BAOA, SGHMC, LeimkuhlerMatthews, SGLD, SGNHT)}

@@ -40,9 +40,9 @@ from benchmarks._runner import (
     ratios,
     take_turns,
 )
-from pyro_sym.infer.gradient import Jit
-from pyro_sym.infer.kernels import SGHMC
-from pyro_sym.infer.vectorized import VectorizedMCMC
+from pyro_sym.model.gradient import Jit
+from pyro_sym.sgmcmc.kernels import SGHMC
+from pyro_sym.sgmcmc.vectorized import VectorizedMCMC
 
 TITLE = "A step of SG-MCMC"
 THINNING = 10

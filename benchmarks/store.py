@@ -21,8 +21,8 @@ from torch import nn
 
 from benchmarks._runner import Tables, apart, command_line, figure, peak_memory
 from pyro_sym import BAOA, BayesianModule, VectorizedMCMC
-from pyro_sym.infer.chains import Chains
 from pyro_sym.nn import Categorical, FanInPrior
+from pyro_sym.sgmcmc.chains import Chains
 
 TITLE = "Draws on disk"
 OPTIONS: dict[str, dict[str, Any]] = {

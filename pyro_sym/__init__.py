@@ -8,35 +8,34 @@ stochastic-gradient MCMC, and exports draws to ArviZ aligned modulo the symmetry
 from pyro_sym import diagnostics as diagnostics
 from pyro_sym import nn as nn
 from pyro_sym import testing as testing
+from pyro_sym.alignment.by_allocations import align_allocations
+from pyro_sym.alignment.by_order import align_by_order
+from pyro_sym.alignment.by_values import align
+from pyro_sym.alignment.result import Alignment
+from pyro_sym.alignment.scales import normalise_scales
+from pyro_sym.draws.open_run import Run, open_run
 from pyro_sym.errors import DivergenceError, NoDensityError, SymmetryError
-from pyro_sym.export import allocation_probabilities, dataset, from_pyro, from_pyro_svi, log_likelihood
-from pyro_sym.infer.autoguide import AutoSymmetrized, AutoSymmetrizedNormal, SymmetryGain
-from pyro_sym.infer.elbo import RecordedELBO
-from pyro_sym.infer.kernels import BAOA, SGHMC, SGLD, SGNHT, LeimkuhlerMatthews
-from pyro_sym.infer.open_run import Run, open_run
-from pyro_sym.infer.potential import Potential
-from pyro_sym.infer.preconditioners import Diagonal, PerSite, RMSprop
-from pyro_sym.infer.schedules import Constant, Cyclical, Polynomial
-from pyro_sym.infer.skeleton import StochasticGradientKernel
-from pyro_sym.infer.temperature import kinetic_band
-from pyro_sym.infer.vectorized import VectorizedMCMC, deep_ensemble
+from pyro_sym.export.api import dataset, from_pyro, from_pyro_svi
+from pyro_sym.export.component_probabilities import allocation_probabilities
+from pyro_sym.export.likelihood import log_likelihood
+from pyro_sym.guides.gain import SymmetryGain
+from pyro_sym.guides.recorded_elbo import RecordedELBO
+from pyro_sym.guides.symmetrized import AutoSymmetrized, AutoSymmetrizedNormal
+from pyro_sym.model.potential import Potential
+from pyro_sym.network.symmetry_of import NetworkSymmetry, symmetry_of
 from pyro_sym.nn import BayesianModule
-from pyro_sym.symmetry import (
-    Alignment,
-    NetworkSymmetry,
-    Permutation,
-    Product,
-    SignFlip,
-    Symmetry,
-    Viewed,
-    align,
-    align_allocations,
-    align_by_order,
-    check_symmetry,
-    find_symmetry,
-    normalise_scales,
-    symmetry_of,
-)
+from pyro_sym.search.check import check_symmetry
+from pyro_sym.search.find import find_symmetry
+from pyro_sym.sgmcmc.kernel import StochasticGradientKernel
+from pyro_sym.sgmcmc.kernels import BAOA, SGHMC, SGLD, SGNHT, LeimkuhlerMatthews
+from pyro_sym.sgmcmc.preconditioners import Diagonal, PerSite, RMSprop
+from pyro_sym.sgmcmc.schedules import Constant, Cyclical, Polynomial
+from pyro_sym.sgmcmc.thermometers import kinetic_band
+from pyro_sym.sgmcmc.vectorized import VectorizedMCMC, deep_ensemble
+from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.elementary import Permutation, SignFlip
+from pyro_sym.symmetry.product import Product
+from pyro_sym.symmetry.viewed import Viewed
 
 __all__ = [
     "BAOA",

@@ -44,7 +44,7 @@ def _compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def own_packages(_compiler_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory of the test's own for compiled steps."""
-    from pyro_sym.infer import package
+    from pyro_sym.graph import aot
 
-    monkeypatch.setattr(package, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(aot, "cache_dir", lambda: tmp_path)
     return tmp_path

@@ -31,9 +31,9 @@ from pyro_sym import (
     symmetry_of,
     testing,
 )
-from pyro_sym.infer.average import OrbitAverage, Run, Uniform
-from pyro_sym.infer.preconditioners import RMSprop
-from pyro_sym.orbit.exact import log_prob_at_images
+from pyro_sym.guides.average import OrbitAverage, Run, Uniform
+from pyro_sym.orbit.enumeration import log_prob_at_images
+from pyro_sym.sgmcmc.preconditioners import RMSprop
 
 # --- symmetries ---------------------------------------------------------------------------------------------
 

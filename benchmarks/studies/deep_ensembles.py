@@ -36,9 +36,9 @@ from torch import Tensor
 import pyro_sym as ps
 from benchmarks._models import pima_table
 from benchmarks.studies._study import Results, Size, Table, mean_and_error
-from pyro_sym.infer.gradient import Gradient
-from pyro_sym.infer.minibatch import Minibatch
-from pyro_sym.infer.potential import Potential
+from pyro_sym.model.gradient import Gradient
+from pyro_sym.model.minibatch import Minibatch
+from pyro_sym.model.potential import Potential
 
 TITLE = "Deep ensembles at temperatures 0 and 1"
 

@@ -37,7 +37,7 @@ from torch.nn.functional import softplus
 
 from benchmarks.studies._study import Results, Size, Table
 from pyro_sym import SignFlip
-from pyro_sym.orbit.exact import enumerated
+from pyro_sym.orbit.enumeration import enumerated
 
 TITLE = "Mode interpolation: one Gaussian for two modes"
 

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from benchmarks.studies._study import Results, Size, Table, mean_and_error
 from pyro_sym import AutoSymmetrizedNormal, Permutation, RecordedELBO
-from pyro_sym.orbit.exact import enumerated
+from pyro_sym.orbit.enumeration import enumerated
 
 TITLE = "The tractable Bayesian network: ELBOs against the evidence itself"
 

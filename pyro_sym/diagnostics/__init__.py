@@ -3,8 +3,8 @@
 ArviZ, pandas and matplotlib (of the extra ``plots``) are imported when they are first needed.
 """
 
+from pyro_sym.alignment.distance import distance_to_copy, distance_to_mode
 from pyro_sym.diagnostics.directions import directional_temperatures
-from pyro_sym.diagnostics.distance import distance_to_copy, distance_to_mode
 from pyro_sym.diagnostics.plots import plot_orbit, plot_temperatures
 from pyro_sym.diagnostics.report import Report, report
 from pyro_sym.diagnostics.score import unconstrained_score

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_sym import _arviz
-from pyro_sym.export import dataset
+from pyro_sym.export.api import dataset
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyro_sym.diagnostics.convergence import Draws, has_group
-from pyro_sym.diagnostics.settings import kernel_temperature, unconstrained_sizes
+from pyro_sym.diagnostics.run_attrs import kernel_temperature, unconstrained_sizes
 from pyro_sym.diagnostics.temperatures import KINDS, by_site
-from pyro_sym.export import dataset
-from pyro_sym.infer.temperature import kinetic_band
+from pyro_sym.export.api import dataset
+from pyro_sym.sgmcmc.thermometers import kinetic_band
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from pyro_sym.alignment.distance import distance_to_copy, distance_to_mode
 from pyro_sym.diagnostics.convergence import Draws, convergence
-from pyro_sym.diagnostics.distance import distance_to_copy, distance_to_mode
 from pyro_sym.diagnostics.labels import confidence, relabelling
-from pyro_sym.diagnostics.settings import function_names, kernel_temperature, unconstrained_sizes
+from pyro_sym.diagnostics.run_attrs import function_names, kernel_temperature, unconstrained_sizes
 from pyro_sym.diagnostics.stein import SteinDiscrepancy
 from pyro_sym.diagnostics.temperatures import temperatures
-from pyro_sym.infer.autoguide import SymmetryGain
+from pyro_sym.guides.symmetrized import SymmetryGain
 from pyro_sym.symmetry.base import Symmetry
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ def report(
       chains switch labels alike; then means and standard deviations of raw draws are of no one thing.
     * **Temperatures**, for this package's kernels: means over draws, with bands around the target from the
       spread of batch means (:func:`~pyro_sym.diagnostics.temperatures.mean_band`), which need four chains, or
-      long ones; without them a band is missing. See :mod:`pyro_sym.infer.temperature` for what each can see.
-      Of a hundred sites one falls outside of its band of 99 % by chance.
+      long ones; without them a band is missing. See :mod:`pyro_sym.sgmcmc.thermometers` for what each can
+      see. Of a hundred sites one falls outside of its band of 99 % by chance.
     * **Labels**: how often draws were moved, and how sure that was.
     * **Distance**, with a symmetry, from the draws to the nearest copy of the mode, beside the distance of
       the mode to its own nearest copy (:func:`distance_to_mode`, :func:`distance_to_copy`).

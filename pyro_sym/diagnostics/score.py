@@ -9,9 +9,9 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_sym.infer.gradient import Gradient
-from pyro_sym.infer.minibatch import PlateRows
-from pyro_sym.infer.potential import Potential
+from pyro_sym.model.gradient import Gradient
+from pyro_sym.model.minibatch import PlateRows
+from pyro_sym.model.potential import Potential
 
 __all__ = ["unconstrained_score"]
 

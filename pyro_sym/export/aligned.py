@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_sym.symmetry.align import align
+from pyro_sym.alignment.by_values import align
 from pyro_sym.symmetry.base import Element, Symmetry
 from pyro_sym.symmetry.elementary import Permutation
 from pyro_sym.symmetry.flat import flatten, leaves

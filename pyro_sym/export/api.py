@@ -1,6 +1,6 @@
 """From Pyro to ArviZ: conversion, and what is asked for beside it.
 
-A source (an MCMC run, a guide, a dict) is read into a :class:`~pyro_sym.export.sources.Fit`, which holds
+A source (an MCMC run, a guide, a dict) is read into a :class:`~pyro_sym.export.read.Fit`, which holds
 tensors and knows nothing of ArviZ. Each group of the result is then a function of the fit and the model.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from pyro_sym.export.groups import Function, Given, Request, convert
 from pyro_sym.export.names import Dims
-from pyro_sym.export.sources import from_draws, from_guide, from_mcmc
+from pyro_sym.export.read import from_draws, from_guide, from_mcmc
 from pyro_sym.symmetry.base import Symmetry
 
 __all__ = ["dataset", "from_pyro", "from_pyro_svi"]

@@ -12,11 +12,11 @@ from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_sym.export.at_draws import at_draws, at_finite_draws
+from pyro_sym.export.all_rows import Window, Windows, windows
 from pyro_sym.export.names import event_dim_of
-from pyro_sym.export.rows import Window, Windows, windows
 from pyro_sym.export.sites import unseen, variables
-from pyro_sym.program import (
+from pyro_sym.export.vmap_draws import at_draws, at_finite_draws
+from pyro_sym.model.program import (
     GivenIndices,
     SubsampledPlate,
     in_subsampled_plate,

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from pyro_sym import _arviz
 from pyro_sym.export.aligned import aligned
-from pyro_sym.export.at_draws import at_draws, at_finite_draws
+from pyro_sym.export.attrs import as_json, versions
 from pyro_sym.export.likelihood import Likelihood
-from pyro_sym.export.model import Model
 from pyro_sym.export.names import Dims, Variable, finish, plate_dims, stacked
 from pyro_sym.export.predictive import predict, prior_draws
-from pyro_sym.export.settings import as_json, versions
+from pyro_sym.export.read import Fit
+from pyro_sym.export.shown_model import Model
 from pyro_sym.export.sites import unseen
-from pyro_sym.export.sources import Fit
+from pyro_sym.export.vmap_draws import at_draws, at_finite_draws
 from pyro_sym.symmetry.base import Symmetry
 
 __all__ = ["Function", "Given", "Request", "convert"]

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_sym.export.at_draws import at_draws
 from pyro_sym.export.log_sum import LogSum
 from pyro_sym.export.sites import unseen
-from pyro_sym.infer.autoguide import AutoSymmetrized
-from pyro_sym.infer.density import GuideCall, log_density
-from pyro_sym.infer.minibatch import PlateRows
-from pyro_sym.program import Program
+from pyro_sym.export.vmap_draws import at_draws
+from pyro_sym.guides.density import GuideCall, log_density
+from pyro_sym.guides.symmetrized import AutoSymmetrized
+from pyro_sym.model.minibatch import PlateRows
+from pyro_sym.model.program import Program
 
 __all__ = ["draw_symmetrized", "log_joint", "log_q"]
 

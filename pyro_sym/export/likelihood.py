@@ -12,12 +12,12 @@ from pyro import poutine
 from pyro.distributions import Unit
 from torch import Tensor
 
-from pyro_sym.export.at_draws import at_draws
-from pyro_sym.export.rows import Window, Windows, windows
+from pyro_sym.export.all_rows import Window, Windows, windows
+from pyro_sym.export.pointwise import Data, Term, picks_rows, terms_of
 from pyro_sym.export.sites import unseen
-from pyro_sym.export.terms import Data, Term, picks_rows, terms_of
-from pyro_sym.fixed import FromPrior, fixed_parameters
-from pyro_sym.program import Program, base_of, in_subsampled_plate, is_data, is_deterministic
+from pyro_sym.export.vmap_draws import at_draws
+from pyro_sym.model.conditioned_sites import FromPrior, fixed_parameters
+from pyro_sym.model.program import Program, base_of, in_subsampled_plate, is_data, is_deterministic
 
 __all__ = ["Likelihood", "log_likelihood"]
 

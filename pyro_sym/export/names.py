@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_sym import _arviz
 from pyro_sym.export.sites import infer_of
-from pyro_sym.program import is_deterministic
+from pyro_sym.model.program import is_deterministic
 
 __all__ = ["Dims", "Groups", "Variable", "event_dim_of", "finish", "model_dims", "plate_dims", "stacked"]
 

@@ -10,11 +10,11 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_sym.export.at_draws import at_draws
+from pyro_sym.export.all_rows import Windows, windows
 from pyro_sym.export.names import event_dim_of
-from pyro_sym.export.rows import Windows, windows
 from pyro_sym.export.sites import unseen, variables
-from pyro_sym.program import (
+from pyro_sym.export.vmap_draws import at_draws
+from pyro_sym.model.program import (
     GivenIndices,
     RefusedError,
     SubsampledPlate,

@@ -12,7 +12,7 @@ from pyro.distributions import Unit
 from pyro.poutine.subsample_messenger import _Subsample
 
 from pyro_sym._random import fork_random_state
-from pyro_sym.program import base_of
+from pyro_sym.model.program import base_of
 
 __all__ = ["infer_of", "latents", "unseen", "variables"]
 

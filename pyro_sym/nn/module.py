@@ -16,11 +16,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pyro_sym.network.outputs import how_to_wrap
 from pyro_sym.nn.likelihoods import Likelihood
 from pyro_sym.nn.prediction import Prediction
 from pyro_sym.nn.priors import IIDPrior, Prior, fitted, moved
 from pyro_sym.nn.selection import Selector, select
-from pyro_sym.wrapping import how_to_wrap
 
 __all__ = ["BayesianModule"]
 

@@ -1,1 +1,1 @@
-"""How much the copies are worth: the log orbit average of a density."""
+"""The log orbit average of a density: exact, sampled, and bounded."""

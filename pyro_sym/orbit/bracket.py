@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_sym.orbit.bounds import bethe_lower, bethe_upper, capacity_lower, capacity_upper, fractional_upper
-from pyro_sym.orbit.sequential import importance_bracket
+from pyro_sym.orbit.guided_permutations import importance_bracket
 
 __all__ = ["Bracket", "bracket"]
 
@@ -45,8 +45,9 @@ class Bracket(NamedTuple):
 def bracket(pairs: Iterable[Tensor], num_elements: int) -> Bracket:
     r"""Bound the log orbit average from both sides.
 
-    The sampled halves are :func:`~pyro_sym.orbit.sequential.importance_bracket`. Where those of the first
-    chunk leave more than three nats between them, the deterministic ones of :mod:`pyro_sym.orbit.bounds` are
+    The sampled halves are :func:`~pyro_sym.orbit.guided_permutations.importance_bracket`. Where those of
+    the first chunk leave more than three nats between them, the deterministic ones of
+    :mod:`pyro_sym.orbit.bounds` are
     computed too, the best for each matrix. Sampled halves are bounds in expectation only, so that one and the
     other are compared by their means, never draw by draw: the larger of a bound in expectation and another
     bound is none.

@@ -1,7 +1,7 @@
 r"""The permanent of a positive matrix, in log space.
 
 For a density that factorises over units, the sum over all relabellings is the permanent of the matrix that
-pairs every slot with every unit (:mod:`pyro_sym.infer.units`).
+pairs every slot with every unit (:mod:`pyro_sym.guides.site_normals`).
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from pyro import poutine
 from pyro.infer import Trace_ELBO
 from torch import Tensor
 
-from pyro_sym.infer.autoguide import AutoSymmetrized
-from pyro_sym.infer.average import Enumeration, OrbitAverage, Run
-from pyro_sym.infer.choice import Estimator
+from pyro_sym.guides.average import Enumeration, OrbitAverage, Run
+from pyro_sym.guides.choose import Estimator
+from pyro_sym.guides.symmetrized import AutoSymmetrized
+from pyro_sym.search.check import own_params
 from pyro_sym.symmetry.base import Symmetry
-from pyro_sym.symmetry.model import own_params
 from pyro_sym.testing.laws import Z_LIMIT, require, try_laws
 
 __all__ = ["check_estimator_contract"]
@@ -31,7 +31,7 @@ def check_estimator_contract(
     seed: int = 0,
     **kwargs: Any,
 ) -> None:
-    r"""Check that an orbit average keeps the contract of :class:`~pyro_sym.infer.average.OrbitAverage`.
+    r"""Check that an orbit average keeps the contract of :class:`~pyro_sym.guides.average.OrbitAverage`.
 
     At draws :math:`\omega` of the guide, with the exact average :math:`\log q^G(\omega)` by enumeration,
 
@@ -46,7 +46,7 @@ def check_estimator_contract(
     apart and one whose units overlap: an average that forgets elements is right in one of the two.
 
     Args:
-        estimator: a subclass of :class:`~pyro_sym.infer.average.OrbitAverage`, or the name of one of the
+        estimator: a subclass of :class:`~pyro_sym.guides.average.OrbitAverage`, or the name of one of the
             package's own, as :class:`~pyro_sym.AutoSymmetrized` takes it.
         guide: a guide that has not been run, such as ``AutoNormal(model)``.
         symmetry: a symmetry of the model, small enough to be listed.

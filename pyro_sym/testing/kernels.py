@@ -14,10 +14,10 @@ import torch
 from pyro.infer import MCMC
 from torch import Tensor
 
-from pyro_sym.infer.chains import State
-from pyro_sym.infer.preconditioners import Identity
-from pyro_sym.infer.skeleton import Schedule, StochasticGradientKernel
-from pyro_sym.infer.vectorized import VectorizedMCMC
+from pyro_sym.sgmcmc.chains import State
+from pyro_sym.sgmcmc.kernel import Schedule, StochasticGradientKernel
+from pyro_sym.sgmcmc.preconditioners import Identity
+from pyro_sym.sgmcmc.vectorized import VectorizedMCMC
 from pyro_sym.testing.laws import Z_LIMIT, compare, require, try_laws
 
 __all__ = ["check_kernel_contract"]

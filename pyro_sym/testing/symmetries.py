@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pyro_sym.errors import SymmetryError
+from pyro_sym.search.check import check_symmetry
 from pyro_sym.symmetry.base import Element, Symmetry, length, map_element
 from pyro_sym.symmetry.flat import leaves
-from pyro_sym.symmetry.model import check_symmetry
 from pyro_sym.testing.laws import FAILURE_RATE, compare, require, try_laws
 
 __all__ = ["check_symmetry_contract"]

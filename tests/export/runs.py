@@ -11,8 +11,7 @@ from pyro.infer import MCMC
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from torch import Tensor
 
-from pyro_sym.export import dataset
-from pyro_sym.symmetry import Permutation
+from pyro_sym import Permutation, dataset
 
 Y = torch.cat([torch.linspace(-6.0, -4.0, 10), torch.linspace(4.0, 6.0, 10)])
 SYMMETRY = Permutation({"locs": -1, "weights": -1})

@@ -19,8 +19,7 @@ from pyro.infer import MCMC, NUTS
 from pyro.infer.mcmc import RandomWalkKernel
 from torch import Tensor
 
-from pyro_sym import _arviz
-from pyro_sym.export import dataset, from_pyro, from_pyro_svi
+from pyro_sym import _arviz, dataset, from_pyro, from_pyro_svi
 from tests.export.runs import SYMMETRY, Y, given, groups, mixture, run, two_copies
 
 matplotlib.use("Agg")

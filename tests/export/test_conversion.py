@@ -21,9 +21,19 @@ from pyro.infer.mcmc import RandomWalkKernel
 from pyro.infer.mcmc.api import StreamingMCMC
 from torch import Tensor
 
-from pyro_sym import BAOA, Cyclical, VectorizedMCMC, _arviz, align
-from pyro_sym.export import dataset, from_pyro, from_pyro_svi
-from pyro_sym.symmetry import Permutation, Product, SignFlip
+from pyro_sym import (
+    BAOA,
+    Cyclical,
+    Permutation,
+    Product,
+    SignFlip,
+    VectorizedMCMC,
+    _arviz,
+    align,
+    dataset,
+    from_pyro,
+    from_pyro_svi,
+)
 from tests.export.runs import SYMMETRY, Y, event_dims, given, groups, mixture, names, run, two_copies
 
 matplotlib.use("Agg")

@@ -17,11 +17,18 @@ from pyro.infer.reparam import LocScaleReparam, TransformReparam
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyro_sym import BAOA, DivergenceError, VectorizedMCMC, log_likelihood
+from pyro_sym import (
+    BAOA,
+    DivergenceError,
+    Permutation,
+    VectorizedMCMC,
+    dataset,
+    from_pyro,
+    from_pyro_svi,
+    log_likelihood,
+)
 from pyro_sym.diagnostics import report
-from pyro_sym.export import dataset, from_pyro, from_pyro_svi
 from pyro_sym.export.names import event_dim_of
-from pyro_sym.symmetry import Permutation
 from tests.export.runs import Y, groups, names
 
 X = torch.linspace(-1.0, 1.0, 30)

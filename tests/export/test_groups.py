@@ -13,9 +13,7 @@ from pyro import poutine
 from pyro.infer import Predictive
 from torch import Tensor
 
-from pyro_sym import log_likelihood
-from pyro_sym.export import dataset, from_pyro
-from pyro_sym.symmetry import Permutation
+from pyro_sym import Permutation, dataset, from_pyro, log_likelihood
 from tests.conftest import Z_LIMIT
 from tests.export.runs import event_dims, groups, names
 

@@ -16,8 +16,7 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNormal
 from torch import Tensor
 
-from pyro_sym import AutoSymmetrized, _arviz
-from pyro_sym.export import dataset, from_pyro_svi
+from pyro_sym import AutoSymmetrized, _arviz, dataset, from_pyro_svi
 from tests.export.runs import SYMMETRY, Y, groups, mixture, names
 
 

@@ -50,8 +50,7 @@ from pyro.infer import HMC, MCMC, Predictive
 from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
 
-from pyro_sym import _arviz
-from pyro_sym.export import dataset, from_pyro, from_pyro_svi
+from pyro_sym import _arviz, dataset, from_pyro, from_pyro_svi
 from tests.export.runs import SYMMETRY, given, groups, mixture, names
 from tests.export.runs import Y as MIXED
 

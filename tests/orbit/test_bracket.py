@@ -13,12 +13,12 @@ from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
 
 from pyro_sym import AutoSymmetrized, Permutation
-from pyro_sym.infer import average
+from pyro_sym.guides import average
 from pyro_sym.orbit import bracket as module
 from pyro_sym.orbit.bracket import bracket
 from pyro_sym.orbit.permanent import log_permanent
 from tests.conftest import Z_LIMIT
-from tests.orbit.test_units import gaussian_pairs
+from tests.guides.test_site_normals import gaussian_pairs
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pyro_sym import Permutation, Product, SignFlip, find_symmetry
-from pyro_sym.orbit import importance
-from pyro_sym.orbit.exact import enumerated
-from pyro_sym.orbit.importance import uniform, uniform_unbiased
+from pyro_sym.orbit import uniform as importance
+from pyro_sym.orbit.enumeration import enumerated
+from pyro_sym.orbit.uniform import uniform, uniform_unbiased
 from tests.conftest import Z_LIMIT
 
 Y = torch.randn(30, 4, generator=torch.Generator().manual_seed(0)).double()

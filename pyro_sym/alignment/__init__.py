@@ -1,0 +1,1 @@
+"""Draws moved to one representative of their orbit."""

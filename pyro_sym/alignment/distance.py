@@ -1,0 +1,166 @@
+"""Distances modulo a symmetry: from draws to the nearest copy of a mode, from a mode to its own copies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pyro_sym.alignment.descent import (
+    Descent,
+    Moments,
+    _Block,
+    _blocks,
+    _double,
+    _pieces,
+    _rows,
+)
+from pyro_sym.alignment.result import Draws
+from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.product import Product
+
+__all__ = ["distance_to_copy", "distance_to_mode"]
+
+
+def distance_to_mode(
+    samples: Mapping[str, Tensor],
+    mode: Mapping[str, Tensor],
+    symmetry: Symmetry,
+    *,
+    group_by_chain: bool = False,
+    num_restarts: int = 6,
+) -> Tensor:
+    r"""How far every draw is from the nearest of the equivalent copies of a mode.
+
+    .. math::
+
+        \delta_m = \min_{g \in G} \, \lVert g \cdot \theta_m - \hat\theta \rVert
+                 = \min_{g \in G} \, \lVert \theta_m - g \cdot \hat\theta \rVert,
+
+    in constrained space, over all coordinates of the sites in ``mode``. It is invariant: relabelled draws
+    have the same distances, so that those of two chains can be compared whichever copies they are at.
+
+    The minimum is exact for one :class:`~pyro_sym.Permutation` on one axis a site, with or without signs that
+    ride on it, and for signs alone. For all other groups it is an upper bound, by the descent that
+    :func:`~pyro_sym.align` makes over the layers.
+
+    Args:
+        samples: draws by site, of shape ``(num_samples, *shape)``.
+        mode: values, each of the shape of one draw; sites beside those that the symmetry moves count too.
+        symmetry: as for :func:`~pyro_sym.align`.
+        group_by_chain: whether draws have a chain dim in front.
+        num_restarts: how many orders of the layers are tried.
+
+    Returns:
+        Distances in float64, of shape ``(num_samples,)``, or ``(num_chains, num_samples)``.
+
+    Raises:
+        SymmetryError: if the symmetry can't act on the draws, or is of a kind that can't be aligned.
+        ValueError: if a site is absent, shapes disagree, or a value is not finite.
+
+    Example:
+        >>> from pyro_sym.diagnostics import distance_to_mode
+        >>> locs = torch.tensor([[0.0, 5.0], [5.0, 1.0]])
+        >>> mode = {"locs": torch.tensor([0.0, 5.0])}
+        >>> distance_to_mode({"locs": locs}, mode, Permutation({"locs": -1})).round(decimals=6)
+        tensor([0., 1.], dtype=torch.float64)
+    """
+    draws = Draws(samples, symmetry, group_by_chain)
+    batch_ndim, flat = draws.batch_ndim, draws.flat
+    for site in mode.keys() - symmetry.axes.keys():
+        if site not in samples or samples[site].shape[batch_ndim:] != mode[site].shape:
+            raise ValueError(
+                f"the mode has site {site!r} of shape {tuple(mode[site].shape)}; the draws don't"
+            )
+    squares = torch.zeros(math.prod(draws.batch_shape), dtype=torch.float64)
+    mean = draws.point("mode", mode)
+    if flat.members:
+        # Undoes the scaling of sites, so that all coordinates weigh alike.
+        variance = {s: (1 / draws.scaling.scale[s].square()).expand_as(value) for s, value in mean.items()}
+        moments = Moments(mean, variance)
+        squares += moments.distance(draws.descent().closest(moments, num_restarts).images)
+    for site in mode.keys() - flat.symmetry.axes.keys():
+        gap = _double(samples, batch_ndim)[site] - _double(mode, 0)[site]
+        squares += gap.reshape(len(gap), -1).square().sum(-1)
+    return squares.sqrt().reshape(draws.batch_shape)
+
+
+def distance_to_copy(values: Mapping[str, Tensor], symmetry: Symmetry) -> float:
+    r"""How far a point is from the nearest of its own other copies.
+
+    .. math::
+
+        \min_{g \ne e} \, \lVert \theta - g \cdot \theta \rVert,
+
+    in constrained space, over the sites that the symmetry moves. In a wide network some copies are near: for
+    one hidden layer some :math:`g \ne e` has :math:`\lVert \theta - g \cdot \theta \rVert = O((d_i + d_o) /
+    \log d_h)\, \lVert \theta \rVert`. Where a posterior is wider than this around its mode, copies
+    overlap: labels of single draws are ambiguous, and averaging a guide over the group changes where it goes.
+
+    The smallest is taken over swaps of two units, with the best signs, and flips of one. With one permutation
+    on one axis a site, signed or not, no other element comes closer: every unit that moves pays at least the
+    smallest distance of two units, and none moves alone. For other groups it is an upper bound.
+
+    Args:
+        values: by site, one point.
+        symmetry: as for :func:`~pyro_sym.align`.
+
+    Returns:
+        The distance; infinite for the trivial group.
+
+    Raises:
+        SymmetryError: if the symmetry can't act on the values, or is of a kind that can't be aligned.
+        ValueError: if a value is not finite.
+
+    Example:
+        >>> from pyro_sym.diagnostics import distance_to_copy
+        >>> round(distance_to_copy({"locs": torch.tensor([0.0, 3.0, 7.0])}, Permutation({"locs": -1})), 2)
+        4.24
+
+    References:
+        Gelberg, van der Ouderaa, van der Wilk and Gal (2024), "Variational inference failures under model
+        symmetries" (arXiv 2408.05496), theorem 3.1, for the order of magnitude.
+    """
+    one = {site: value.unsqueeze(0) for site, value in values.items()}
+    flat = Draws(one, symmetry, False).flat
+    if not flat.members:
+        return math.inf
+    point = _double(flat.view({site: one[site] for site in symmetry.sites}), 1)
+    squares = [_nearest_square(flat.symmetry, block, point) for block in _blocks(flat.symmetry)]
+    return math.sqrt(max(min(squares), 0.0))
+
+
+def _nearest_square(group: Product, block: _Block, point: dict[str, Tensor]) -> float:
+    """The squared distance to the nearest image by a swap of two units or a flip of one, in one block."""
+    if not block.is_linear:
+        return _by_trial(group, block, point)
+    unsigned: Tensor | float = 0.0
+    signed: dict[int, Tensor] = {}
+    norms: Tensor | float = 0.0
+    flips: dict[int, Tensor] = {}
+    for piece in _pieces(group, block, diagonal=False):
+        units = _rows(point[piece.site], piece.axes)[0]
+        norms = norms + units.square().sum(-1)
+        if piece.sign is None:
+            unsigned = unsigned + units @ units.T
+        else:
+            signed[piece.sign] = signed.get(piece.sign, 0.0) + units @ units.T
+            flips[piece.sign] = flips.get(piece.sign, 0.0) + 4 * units.square().sum(-1)
+    squares = [float(flip.min()) for flip in flips.values()]
+    assert isinstance(norms, Tensor)
+    if block.permutation is not None and len(norms) > 1:
+        products = unsigned + sum(product.abs() for product in signed.values())
+        pairs = norms + norms.unsqueeze(-1) - 2 * products
+        squares.append(2 * float(pairs.fill_diagonal_(math.inf).min()))
+    return min(squares, default=math.inf)
+
+
+def _by_trial(group: Product, block: _Block, point: dict[str, Tensor]) -> float:
+    """The same where a swap moves one site along several axes, so that its distance is no sum over units."""
+    descent = Descent(group, point)
+    current = {site: point[site] for site in block.axes}
+    still = Moments(current, {site: torch.ones_like(value) for site, value in current.items()})
+    steps = descent._small_steps(block, 1)
+    return min((float(still.distance(descent._act(step, current))) for step in steps), default=math.inf)

@@ -1,0 +1,259 @@
+"""Where draws come from: an MCMC run, a guide, or a dict."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.infer.autoguide.initialization import InitMessenger
+from torch import Tensor
+
+from pyro_sym.draws.open_run import Run, open_run
+from pyro_sym.errors import NoDensityError
+from pyro_sym.export.attrs import run_settings
+from pyro_sym.export.guide_density import draw_symmetrized, log_joint, log_q
+from pyro_sym.export.sites import latents, unseen
+from pyro_sym.guides.symmetrized import AutoSymmetrized
+from pyro_sym.model.minibatch import Loader
+from pyro_sym.model.program import in_subsampled_plate
+
+__all__ = ["Fit", "from_draws", "from_guide", "from_mcmc"]
+
+# The dim of statistics that this package's kernels keep by latent site.
+LATENT_SITE = "latent_site"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What the groups are made of.
+
+    Attributes:
+        draws: posterior draws by site, of shape ``(num_chains, num_samples, *shape)``.
+        model: the model, if there is one.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        stats: statistics by name, of the same first two dims as the draws.
+        attrs: what is said of the whole.
+        shows_all: whether the model can be asked for any row of its subsampled plates.
+        other_args: positional arguments with another batch, if ``args`` have one of a loader.
+        coords: labels of dims of the statistics.
+        dims: names of dims of the statistics.
+    """
+
+    draws: dict[str, Tensor]
+    model: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    stats: dict[str, Tensor] = field(default_factory=dict)
+    attrs: dict[str, Any] = field(default_factory=dict)
+    shows_all: bool = True
+    other_args: tuple[Any, ...] | None = None
+    coords: Mapping[str, Any] = field(default_factory=dict)
+    dims: Mapping[str, list[str | None]] = field(default_factory=dict)
+
+
+def from_draws(
+    draws: Mapping[str, Any],
+    model: Callable[..., Any] | None,
+    args: tuple[Any, ...] | None,
+    kwargs: Mapping[str, Any] | None,
+) -> Fit:
+    """Read a dict of draws, each of shape ``(num_chains, num_samples, *shape)``."""
+    values = {name: torch.as_tensor(value) for name, value in draws.items()}
+    if not values:
+        raise ValueError("there are no draws to export: the dict is empty")
+    first = next(iter(values))
+    for name, value in values.items():
+        if 0 in value.shape[:2]:
+            raise ValueError(f"there are no draws: those of site {name!r} have shape {tuple(value.shape)}")
+        if value.dim() < 2 or value.shape[:2] != values[first].shape[:2]:
+            other = "" if name == first else f", and those of {first!r} {tuple(values[first].shape)}"
+            raise ValueError(
+                f"draws of site {name!r} have shape {tuple(value.shape)}{other}; pass (num_chains, "
+                "num_samples, *shape), alike for all sites"
+            )
+    return Fit(values, model, args or (), kwargs or {})
+
+
+def from_mcmc(
+    mcmc: Any,
+    model: Callable[..., Any] | None,
+    args: tuple[Any, ...] | None,
+    kwargs: Mapping[str, Any] | None,
+) -> Fit:
+    """Read a run of Pyro's ``MCMC``, of :class:`~pyro_sym.VectorizedMCMC`, or a stored one."""
+    if isinstance(mcmc, str | os.PathLike | Run):
+        return _from_store(mcmc if isinstance(mcmc, Run) else open_run(mcmc), model, args or (), kwargs or {})
+    draws = _mcmc_draws(mcmc)
+    kernel = mcmc.kernel
+    model = model if model is not None else getattr(kernel, "model", None)
+    batches = getattr(kernel, "batches", None) if args is None else None
+    other_args = None
+    if batches is not None:  # the model's arguments are a part of the data
+        args, *others = (Loader([batch]).first().args for batch in islice(batches, 2))
+        other_args = others[0] if others else None
+    args = args if args is not None else getattr(mcmc, "_args", None) or ()
+    kwargs = kwargs if kwargs is not None else getattr(mcmc, "_kwargs", None) or {}
+    reports = [report or {} for report in getattr(mcmc, "_diagnostics", [])]
+    attrs = run_settings(mcmc)
+    if rates := [float(report["acceptance rate"]) for report in reports if "acceptance rate" in report]:
+        attrs["acceptance_rate"] = rates
+    stats = _mcmc_stats(reports, draws)
+    by_site = [name for name in stats if name.startswith("site_")]
+    coords: dict[str, Any] = {}
+    dims: dict[str, list[str | None]] = {}
+    if by_site and getattr(kernel, "transforms", None):  # this package's kernels, in the order of their sites
+        coords = {LATENT_SITE: list(kernel.transforms)}
+        dims = {name: [LATENT_SITE] for name in by_site}
+        # What a temperature of a site is an average over.
+        attrs["unconstrained_sizes"] = {
+            name: math.prod(transform.forward_shape(draws[name].shape[2:]))
+            for name, transform in kernel.transforms.items()
+        }
+    return Fit(draws, model, args, kwargs, stats, attrs, batches is None, other_args, coords, dims)
+
+
+def _from_store(
+    run: Run, model: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Fit:
+    """Read a stored run, which knows neither its model nor its data."""
+    if run.num_samples == 0:
+        raise ValueError(f"there are no draws in {run.path} yet; export it again when there are")
+    draws = run.get_samples(group_by_chain=True)
+    stats = _mcmc_stats(run._diagnostics, draws)
+    dims: dict[str, list[str | None]] = {name: [LATENT_SITE] for name in stats if name.startswith("site_")}
+    coords = {LATENT_SITE: run.sites} if dims else {}
+    return Fit(draws, model, args, kwargs, stats, run.attrs, coords=coords, dims=dims)
+
+
+def from_guide(
+    guide: Any,
+    model: Callable[..., Any] | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    num_samples: int,
+    densities: bool,
+) -> Fit:
+    """Draw from a guide, as one chain.
+
+    Args:
+        guide: a Pyro guide.
+        model: the model; by default the guide's.
+        args: positional arguments of both.
+        kwargs: keyword arguments of both.
+        num_samples: number of draws.
+        densities: whether ``log_p`` and ``log_q`` of the draws are wanted.
+    """
+    with unseen():
+        first = latents(poutine.trace(guide).get_trace(*args, **kwargs))
+    local = [name for name, site in first.items() if in_subsampled_plate(site["cond_indep_stack"])]
+    kept = [name for name in first if name not in local]
+    attrs: dict[str, Any] = {"guide": type(guide).__name__}
+    if local:
+        warnings.warn(
+            f"sites {local} of the guide are inside subsampled plates and left out of the export: their rows "
+            "are others in every draw. Pass args and kwargs that switch subsampling off to have them",
+            stacklevel=3,
+        )
+        attrs["left_out"] = local
+    if not kept:
+        raise ValueError(f"the guide {guide} has no latent sites to export")
+    model = model if model is not None else _without_initial_values(getattr(guide, "model", None))
+    draws, own_density = _guide_draws(guide, kept, args, kwargs, num_samples, densities)
+    stats = {}
+    if densities:
+        try:
+            stats["log_q"] = own_density if own_density is not None else log_q(guide, draws, args, kwargs)
+        except NoDensityError as error:
+            attrs["log_q"] = f"left out: {error}"
+        if model is not None:
+            stats["log_p"] = log_joint(model, draws, args, kwargs)
+    return Fit(
+        {name: value.unsqueeze(0) for name, value in draws.items()},
+        model,
+        args,
+        kwargs,
+        {name: value.unsqueeze(0) for name, value in stats.items()},
+        attrs,
+    )
+
+
+def _without_initial_values(model: Any) -> Any:
+    """An autoguide keeps its model under a handler that draws initial values in place of the prior's."""
+    while isinstance(model, functools.partial) and isinstance(model.args[0], InitMessenger):
+        model = model.args[1]
+    return model
+
+
+def _guide_draws(
+    guide: Any,
+    kept: list[str],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    num_samples: int,
+    densities: bool,
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Draws of shape ``(num_samples, *shape)``, and their density if the guide tells it with them."""
+    if densities and isinstance(guide, AutoSymmetrized):
+        values, density = draw_symmetrized(guide, num_samples, args, kwargs)
+        return {name: values[name] for name in kept}, density
+    with unseen():
+        if hasattr(guide, "sample_posterior"):
+            values = guide.sample_posterior(*args, sample_shape=(num_samples,), **kwargs)
+        else:
+            # Predictive would pad the values with the dims of plates they are not in.
+            rows = [latents(poutine.trace(guide).get_trace(*args, **kwargs)) for _ in range(num_samples)]
+            values = {name: torch.stack([row[name]["value"] for row in rows]) for name in kept}
+    return {name: values[name] for name in kept}, None
+
+
+def _mcmc_draws(mcmc: Any) -> dict[str, Tensor]:
+    if not hasattr(mcmc, "get_samples"):
+        raise TypeError(
+            f"{type(mcmc).__name__} keeps no draws to export; use pyro.infer.MCMC, a dict of draws, or, for "
+            "a guide, from_pyro_svi"
+        )
+    if getattr(mcmc, "_samples", True) is None:
+        raise ValueError("the MCMC has no draws yet: call its run() first")
+    draws = dict(mcmc.get_samples(group_by_chain=True))
+    if not draws:
+        raise ValueError("the MCMC has no latent sites to export")
+    if not math.prod(next(iter(draws.values())).shape[:2]):
+        raise ValueError(
+            "the MCMC has no draws: its run ended in the warm-up, by a divergence or an interrupt. Run it "
+            "again; after a divergence, with a smaller step_size or from another start"
+        )
+    return draws
+
+
+def _mcmc_stats(reports: list[dict[str, Any]], draws: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Statistics by draw, from the kernel's own report of each chain.
+
+    ``mcmc.diagnostics()`` would compute the effective sample size of every coordinate first, and fail on
+    short chains.
+    """
+    shape = next(iter(draws.values())).shape[:2]
+    stats: dict[str, Tensor] = {}
+    if reports and all("divergences" in report for report in reports):
+        stats["diverging"] = torch.zeros(shape, dtype=torch.bool)
+        for chain, report in enumerate(reports):
+            stats["diverging"][chain, report["divergences"]] = True
+    if reports and all("sample_stats" in report for report in reports):
+        for name in reports[0]["sample_stats"]:
+            by_chain = [torch.as_tensor(report["sample_stats"][name]) for report in reports]
+            for chain, values in enumerate(by_chain):
+                if values.shape[:1] != shape[1:]:
+                    raise ValueError(
+                        f"the statistic {name!r} of chain {chain} has shape {tuple(values.shape)}, expected "
+                        f"one value for each of {shape[1]} draws"
+                    )
+            stats[name] = torch.stack(by_chain)
+    return stats

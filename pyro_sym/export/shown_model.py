@@ -1,0 +1,128 @@
+"""What a model shows of itself at one draw: its sites and plates, and its data on all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from pyro_sym.export.all_rows import Windows, windows
+from pyro_sym.export.deterministic import Deterministic
+from pyro_sym.export.names import Variable, model_dims
+from pyro_sym.export.pointwise import mask_of, picks_rows
+from pyro_sym.export.sites import unseen, variables
+from pyro_sym.model.conditioned_sites import FromPrior, fixed_parameters
+from pyro_sym.model.program import in_subsampled_plate, is_data, is_deterministic, subsampled_plates, traced
+
+__all__ = ["Model"]
+
+
+class Model:
+    """A model with its arguments, seen at one draw.
+
+    Args:
+        program: the Pyro model.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        draw: constrained values of its latent sites; those without, say summed-out ones, come from the prior.
+        shows_all: whether subsampled plates, asked for other rows, show other data. They don't if the data
+            are batches of a loader.
+        other_args: positional arguments with another batch of the loader, if there is one.
+
+    Attributes:
+        sites: the model's random variables and deterministic sites, by name.
+        plates: its subsampled plates.
+        fixed: sites that are parameters at values fixed by ``poutine.condition``.
+        left_out: the observed sites of which it shows a part only.
+        observed: the data, by site.
+        deterministic: what it computes from its latent sites.
+    """
+
+    def __init__(
+        self,
+        program: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        draw: Mapping[str, Tensor],
+        shows_all: bool = True,
+        other_args: tuple[Any, ...] | None = None,
+    ) -> None:
+        self.program, self.args, self.kwargs = program, args, kwargs
+        with unseen():
+            self.fixed = fixed_parameters(program, args, kwargs, draw)
+            first = traced(FromPrior()(poutine.condition(program, data=dict(draw))), args, kwargs)
+            self.sites = dict(variables(first))
+            _refuse_flat_draws(self.sites, draw)
+            self.plates = subsampled_plates(first) if shows_all else {}
+            self.deterministic = Deterministic(program, args, kwargs, first, draw)
+            self._read(first, draw)
+            if not shows_all:
+                self.deterministic.leave_out_in(subsampled_plates(first))
+            if other_args is not None:
+                self.deterministic.compare({}, other_args)
+
+    def _read(self, first: poutine.Trace, draw: Mapping[str, Tensor]) -> None:
+        data, kept = Windows(), Windows()
+        seen: dict[str, Tensor] = {}
+        shown: dict[str, Any] = {}
+        left_out = set()
+        for window in windows(self.plates):
+            trace = self.deterministic.compare(window) if window else first
+            for name, site in variables(trace):
+                # At a draw, latent sites are conditioned and thereby "observed" too.
+                if not is_data(site) or name in draw or name in self.fixed:
+                    continue
+                shown[name] = site
+                frames, fn = site["cond_indep_stack"], site["fn"]
+                if in_subsampled_plate(frames) and not picks_rows(site, window, seen):
+                    left_out.add(name)
+                    continue
+                value = torch.as_tensor(site["value"])
+                mask = mask_of(site, fn.batch_shape)
+                if mask is not None:
+                    whole = torch.broadcast_shapes(value.shape, fn.batch_shape + fn.event_shape)
+                    value = value.expand(whole)
+                    kept.put(name, mask, frames, window)
+                data.put(name, value, frames, window, fn.event_dim)
+        self.sites = {**self.sites, **shown}
+        self.left_out = sorted(left_out)
+        # Sites in a plate whose rows the arguments choose are left out, whether they are data or not.
+        plates = {f.name for name in left_out for f in shown[name]["cond_indep_stack"] if f.vectorized}
+        self.deterministic.leave_out_in(plates)
+        self.observed = {
+            name: self.variable(name, value, 0, kept.values.get(name))
+            for name, value in data.values.items()
+            if name not in left_out
+        }
+
+    def variable(
+        self, name: str, value: Tensor, sample_ndim: int = 2, kept: Tensor | None = None
+    ) -> Variable:
+        """A tensor of values of a site, with what the model says of its dims."""
+        site = self.sites.get(name)
+        if site is None:
+            return Variable(value)
+        sequential = tuple(frame.name for frame in site["cond_indep_stack"] if not frame.vectorized)
+        return Variable(value, model_dims(site, tuple(value.shape[sample_ndim:])), kept, sequential)
+
+    def ndim(self, name: str) -> int | None:
+        """Number of dims of one value of a site."""
+        return torch.as_tensor(self.sites[name]["value"]).dim() if name in self.sites else None
+
+
+def _refuse_flat_draws(sites: Mapping[str, Any], draw: Mapping[str, Tensor]) -> None:
+    """Draws without a chain dim would pass for as many chains, if all sites have dims of their own."""
+    for name in sites.keys() & draw.keys():
+        fn = sites[name]["fn"]
+        if is_deterministic(sites[name]):  # its plates may count twice, as dims of the batch and of the event
+            continue
+        shape = tuple(fn.batch_shape + fn.event_shape)
+        if draw[name].dim() < len(shape):
+            raise ValueError(
+                f"a draw of site {name!r} has shape {tuple(draw[name].shape)}, and {shape} in the model; "
+                "pass draws of shape (num_chains, num_samples, *shape), as from "
+                "get_samples(group_by_chain=True)"
+            )

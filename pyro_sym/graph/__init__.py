@@ -1,0 +1,1 @@
+"""Tensor functions recorded once, simplified, and compiled."""

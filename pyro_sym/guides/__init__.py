@@ -1,0 +1,1 @@
+"""Guides averaged over a group, and the ELBO that is recorded once."""

@@ -1,0 +1,126 @@
+"""Which way to the log orbit average suits which guide and group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from pyro.infer.autoguide import AutoNormal
+from torch import Tensor
+from torch.distributions import biject_to
+from torch.distributions.transforms import Transform, identity_transform
+
+from pyro_sym.errors import SymmetryError
+from pyro_sym.guides.average import Enumeration, OneBlock, OrbitAverage, PartlyOneBlock, Trivial, Uniform
+from pyro_sym.guides.average_by_blocks import BlocksOfDensity, BlocksOfNormals, coordinates, flipped_sites
+from pyro_sym.guides.site_normals import LogRatios, coordinatewise, pair_normals, separable_sites, signed_axes
+from pyro_sym.orbit.coupling import Coupling
+from pyro_sym.orbit.permanent import MAX_SIZE
+from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.elementary import Permutation
+from pyro_sym.symmetry.flat import FlatGroup, flatten
+
+__all__ = ["Estimator", "EstimatorName", "choose"]
+
+EstimatorName = Literal["auto", "exact", "importance", "uniform"]
+Estimator = EstimatorName | type[OrbitAverage]
+"""A name, or a class that averages in a way of the user's own."""
+MAX_EXACT_AUTO = 1_000
+MAX_EXACT = 200_000
+
+
+def choose(
+    estimator: Estimator,
+    guide: Callable[..., Any],
+    symmetry: Symmetry,
+    values: Mapping[str, Tensor],
+    supports: Mapping[str, Any],
+    units: LogRatios | None,
+) -> OrbitAverage:
+    """The way to the log orbit average that an estimator's name stands for.
+
+    Args:
+        estimator: ``"auto"``, or what is asked for, by name or as a class.
+        guide: the base guide, which has been run.
+        symmetry: the group.
+        values: one draw by site.
+        supports: by site.
+        units: pairs slots and units, where the guide's density factorises over them.
+
+    Returns:
+        The average. ``"auto"`` is exact where that takes permanents of up to 14 units or up to 1,000
+        elements, importance otherwise, and uniform for groups not made of permutations and sign flips. Of a
+        group with one element there is nothing to average, whatever the estimator.
+
+    Raises:
+        SymmetryError: if the estimator asked for can't serve this guide and group.
+    """
+    log_order = symmetry.log_order(values)
+    if log_order == 0:
+        return Trivial(guide, symmetry, "exact")
+    if isinstance(estimator, type):
+        return estimator(guide, symmetry, estimator.__name__)
+    if estimator == "uniform":
+        return Uniform(guide, symmetry, "uniform")
+    group, coupling = flatten(symmetry), Coupling.of(symmetry)
+    normals = _normal_coordinates(guide, group) if group else None
+    if estimator in ("auto", "exact"):
+        if group and coupling:
+            summed = coupling.uncoupled(group.view(values), MAX_SIZE)
+            summable = len(summed) == len(coupling.blocks)
+            if units and summable:
+                return OneBlock(guide, symmetry, "exact", units)
+            if normals and summable:
+                return BlocksOfNormals(guide, symmetry, "exact", group, coupling, normals, MAX_SIZE)
+        if log_order <= math.log(MAX_EXACT_AUTO if estimator == "auto" else MAX_EXACT) + 1e-9:
+            return Enumeration(guide, symmetry, "exact")
+        if estimator == "exact":
+            raise SymmetryError(
+                f"estimator='exact' would enumerate the exp({log_order:.1f}) elements of {symmetry!r}, "
+                f"more than {MAX_EXACT:,}; use estimator='importance' or 'uniform'"
+            )
+    if group is None or coupling is None:
+        if estimator == "auto":
+            return Uniform(guide, symmetry, "uniform")
+        raise SymmetryError(
+            f"estimator='importance' draws permutations and sign flips, and {symmetry!r} is not made of "
+            "them; use estimator='uniform'"
+        )
+    if units:
+        return OneBlock(guide, symmetry, "importance", units)
+    if normals:
+        return BlocksOfNormals(guide, symmetry, "importance", group, coupling, normals)
+    partly = _partly_one_block(guide, symmetry)
+    if partly:
+        return partly
+    flipped = flipped_sites(group)
+    transforms = {site: coordinates(supports[site], site in flipped) for site in symmetry.sites}
+    return BlocksOfDensity(guide, symmetry, "importance", group, coupling, transforms)
+
+
+def _partly_one_block(guide: Callable[..., Any], symmetry: Symmetry) -> PartlyOneBlock | None:
+    """For mean-field guides on one permutation, some of whose sites factorise over units."""
+    moved, separable = signed_axes(symmetry), separable_sites(guide, symmetry)
+    if moved is None or separable is None or moved.signed:
+        return None
+    units = pair_normals(guide, moved.view.on(Permutation({**separable.axes})))
+    rest = {site: axis for site, axis in moved.axes.items() if site not in separable.axes}
+    if not (units and rest):
+        return None
+    return PartlyOneBlock(guide, symmetry, "importance", units, moved.view.on(Permutation({**rest})))
+
+
+def _normal_coordinates(guide: Callable[..., Any], symmetry: FlatGroup) -> dict[str, Transform] | None:
+    """The transforms under which the moved sites are independent normals that the group moves, if any."""
+    if not isinstance(guide, AutoNormal):
+        return None
+    flipped = flipped_sites(symmetry)
+    transforms: dict[str, Transform] = {}
+    for name in symmetry.sites:
+        site: Any = guide.prototype_trace.nodes[name]
+        transform = coordinatewise(biject_to(site["fn"].support))
+        if transform is None or (name in flipped and transform is not identity_transform):
+            return None
+        transforms[name] = transform
+    return transforms

@@ -1,0 +1,147 @@
+"""Guides written by hand whose density factorises over units: the matrix from their distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+from torch.distributions import Dirichlet, Independent, constraints
+
+from pyro_sym.guides.capture import Draws
+from pyro_sym.guides.site_normals import UnitAxes, log_ratios, signed_axes
+from pyro_sym.orbit.enumeration import LogProb
+from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.elementary import Permutation
+
+__all__ = ["PairFactors", "factorises", "pair_factors"]
+
+# Images of each draw at which the density is compared.
+NUM_IMAGES = 4
+
+
+@dataclass(frozen=True)
+class PairFactors:
+    """Pairs slots and units by what the guide drew its sites from.
+
+    Attributes:
+        units: where the units of the moved sites lie.
+    """
+
+    units: UnitAxes
+
+    def __call__(self, draws: Draws) -> Tensor:
+        """The matrix."""
+        return log_ratios(self.pairs(draws), self.pairs(draws, sign=-1) if self.units.signed else None)
+
+    def pairs(self, draws: Draws, sign: int = 1) -> Tensor:
+        """The log density of every unit in every slot but for a constant, of shape (P, n, n)."""
+        total: Any = 0.0
+        for site, axis in self.units.axes.items():
+            shape = self.units.view.shapes.get(site, ())
+            total = total + _pairs(_base(draws.fns[site]), axis, shape, sign * draws.values[site])
+        return total
+
+
+def pair_factors(symmetry: Symmetry, draws: Draws) -> PairFactors | None:
+    r"""The function of draws that pairs slots and units of a guide written by hand, by its distributions.
+
+    Sites whose units lie along a batch axis of their distributions are independent from unit to unit; on the
+    axis of a simplex itself, :math:`\operatorname{Dirichlet}(\alpha)` pairs slot :math:`i` with unit
+    :math:`j` by :math:`(\alpha_i - 1) \log \omega_j`, up to what no permutation changes. The rest is as for
+    :func:`~pyro_sym.guides.site_normals.pair_normals`. That the distributions do not depend on other sites
+    is not seen here: :func:`factorises` compares.
+
+    Args:
+        symmetry: the group: one permutation, with or without a sign a unit.
+        draws: draws of the guide, with the distributions.
+
+    Returns:
+        ``None``, or a function of draws that returns :math:`L`, of shape ``(P, n, n)``, in nats; gradients
+        flow to values and parameters.
+    """
+    units = signed_axes(symmetry)
+    if units is None:
+        return None
+    for site, (native,) in units.view.axes.items():
+        base, axis = _base(draws.fns[site]), units.axes[site]
+        by_unit = -native > len(base.event_shape) and not isinstance(base, dist.Delta)
+        if not (by_unit or (isinstance(base, Dirichlet) and axis == -1 and site not in units.view.shapes)):
+            return None
+        if units.signed and not (by_unit and _is_real(base.support)):
+            return None
+    return PairFactors(units)
+
+
+@torch.no_grad()
+def factorises(pairs: PairFactors, draws: Draws, density: LogProb) -> bool:
+    """Whether the matrix tells the density at images of draws, those of one call with the fns of another.
+
+    Args:
+        pairs: from :func:`pair_factors`.
+        draws: several independent draws.
+        density: the log density of the guide.
+
+    Returns:
+        Whether they agree at random relabellings and, with signs, at the draws with all signs flipped.
+    """
+    units = pairs.units
+    permutation = units.view.on(Permutation({**units.axes}))
+    values = draws.values
+    own, matrix = density(values), pairs.pairs(draws)
+    labels = permutation.sample(values, (NUM_IMAGES, len(own)))
+    repeated = {site: value.expand(NUM_IMAGES, *value.shape) for site, value in values.items()}
+    actual = density(permutation.act(labels, repeated)) - own
+    told = matrix.expand(NUM_IMAGES, *matrix.shape).gather(-1, labels.unsqueeze(-1)).sum((-2, -1))
+    claims = [(told - _trace(matrix), actual)]
+    if units.signed:
+        negated = {site: -value if site in units.axes else value for site, value in values.items()}
+        claims.append((_trace(pairs.pairs(draws, sign=-1)) - _trace(matrix), density(negated) - own))
+    return all(_agree(told, actual, own) for told, actual in claims)
+
+
+def _agree(told: Tensor, actual: Tensor, own: Tensor) -> bool:
+    """Up to the square root of the rounding errors."""
+    precision = torch.finfo(own.dtype).eps ** 0.5
+    return torch.allclose(told, actual, rtol=precision, atol=precision * float(1 + own.abs().max()))
+
+
+def _base(fn: Any) -> Any:
+    while isinstance(fn, Independent):
+        fn = fn.base_dist
+    return fn
+
+
+def _is_real(support: Any) -> bool:
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return support is constraints.real
+
+
+def _trace(pairs: Tensor) -> Tensor:
+    return pairs.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def _pairs(base: Any, axis: int, shape: Sequence[tuple[int, ...]], value: Tensor) -> Tensor:
+    """Log density of unit j in slot i of one site, values of shape (P, *native), the axis in ``shape``."""
+    event = len(base.event_shape)
+    if -axis <= event and not shape:  # on the simplex
+        terms = torch.xlogy((base.concentration - 1).unsqueeze(-1), value.unsqueeze(-2))
+        return terms.flatten(1, -3).sum(1) if terms.dim() > 3 else terms
+    viewed = _factored(value, shape)
+    n = viewed.shape[axis]
+    everywhere = viewed.movedim(axis, 0).unsqueeze(axis)  # shape: (n, P, ...), unit j in any slot
+    terms = base.log_prob(everywhere.expand(n, *viewed.shape).reshape(n, *value.shape))
+    batch, of_event = shape[: len(shape) - event], shape[max(len(shape) - event, 0) :]
+    slots = axis + event + sum(len(factors) - 1 for factors in of_event)
+    terms = _factored(terms, batch).movedim(slots, 2)  # shape: (n, P, n, ...)
+    return (terms.flatten(3).sum(-1) if terms.dim() > 3 else terms).permute(1, 2, 0)
+
+
+def _factored(tensor: Tensor, shape: Sequence[tuple[int, ...]]) -> Tensor:
+    """The last dims in factors."""
+    sizes = (size for factors in shape for size in factors)
+    return tensor.reshape(*tensor.shape[: tensor.dim() - len(shape)], *sizes)

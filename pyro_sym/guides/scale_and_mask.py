@@ -1,0 +1,131 @@
+"""Scales and masks that a guide puts on its own sites, and what an orbit average can make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pyro.distributions import MaskedDistribution
+from torch import Tensor
+from torch.distributions import Independent
+
+from pyro_sym.errors import NoDensityError
+from pyro_sym.symmetry.base import Symmetry, unmoved
+
+if TYPE_CHECKING:
+    from pyro_sym.guides.capture import Captured
+
+__all__ = ["common_scale", "is_one", "masks", "refuse_uneven_masks", "sites_apart"]
+
+
+def is_one(scale: Any) -> bool:
+    """Whether a scale is the number one, as that of a site without ``poutine.scale`` is."""
+    return not isinstance(scale, Tensor) and scale == 1
+
+
+def common_scale(sites: Mapping[str, Captured], moved: Collection[str]) -> Any:
+    r"""The scale :math:`s` of the sites that a group moves, by which their average counts.
+
+    A scale makes :math:`s \log q(\omega)` of a guide's term. Averaged over the group it becomes
+    :math:`s \log q^G(\omega)`, if the moved sites have one scale.
+
+    Args:
+        sites: what the guide drew.
+        moved: names of the sites that the group moves.
+
+    Returns:
+        A number, or a tensor of one number.
+
+    Raises:
+        NoDensityError: if they have several scales.
+    """
+    scales = {name: sites[name].scale for name in moved}
+    if all(map(is_one, scales.values())):
+        return 1.0
+    flat = {name: torch.as_tensor(scale).detach().flatten() for name, scale in scales.items()}
+    first = next(iter(flat.values()))[0]
+    if all(bool((scale == first).all()) for scale in flat.values()):
+        found = next(iter(scales.values()))
+        return found.flatten()[0] if isinstance(found, Tensor) else found
+    shown = ", ".join(f"{name!r} has {_shown(scale)}" for name, scale in flat.items())
+    raise NoDensityError(
+        f"the guide scales the sites that the symmetry moves differently ({shown}), so that no scale is that "
+        "of their average; put one poutine.scale around all of them"
+    )
+
+
+def sites_apart(sites: Mapping[str, Captured], scale: Any) -> frozenset[str]:
+    """Names of the sites outside of subsampled plates whose scale is not that of the average."""
+
+    def same(other: Any) -> bool:
+        if is_one(scale) and is_one(other):
+            return True
+        return bool((torch.as_tensor(other) == torch.as_tensor(scale)).all())
+
+    return frozenset(name for name, site in sites.items() if not (site.local or same(site.scale)))
+
+
+def masks(sites: Mapping[str, Captured], moved: Collection[str]) -> dict[str, Tensor]:
+    """The masks that tell entries of moved sites apart, by site, of the shapes of the values.
+
+    Args:
+        sites: what the guide drew.
+        moved: names of the sites that the group moves.
+
+    Returns:
+        Tensors of booleans; sites without such a mask are left out.
+    """
+    found = {name: _mask(sites[name]) for name in moved}
+    return {name: mask for name, mask in found.items() if mask is not None}
+
+
+def refuse_uneven_masks(
+    symmetry: Symmetry, found: Mapping[str, Tensor], sites: Mapping[str, Captured]
+) -> None:
+    r"""Refuse masks that a group does not leave as they are.
+
+    What is masked counts nothing. If the group takes what is masked to what is masked, then the average of
+    the density of the rest is its density averaged over the group; otherwise the images of a draw would be
+    judged by other parts of it.
+
+    Args:
+        symmetry: the group.
+        found: the masks, from :func:`masks`.
+        sites: what the guide drew.
+
+    Raises:
+        NoDensityError: if some element moves a masked entry to one that is not.
+    """
+    if not found:
+        return
+    shown = {
+        name: found[name].to(sites[name].value) if name in found else torch.ones_like(sites[name].value)
+        for name in symmetry.sites
+    }
+    for what, element in symmetry.generators(shown):
+        images = {name: image.abs() for name, image in symmetry.act(element, shown).items()}
+        for name in found:
+            if not unmoved([name], images, shown).all():
+                raise NoDensityError(
+                    f"the guide masks some entries of site {name!r} and not others, and {what} exchanges "
+                    "them, so that the average would be over densities of different entries; mask all that "
+                    "the symmetry exchanges, or none of it, or leave this group out"
+                )
+
+
+def _mask(site: Captured) -> Tensor | None:
+    """The mask of a site, of the shape of its value; None without one that tells entries apart."""
+    found: Tensor | None = None
+    fn = site.fn
+    while isinstance(fn, Independent | MaskedDistribution):
+        if isinstance(fn, MaskedDistribution) and isinstance(fn._mask, Tensor):
+            mask = fn._mask.reshape(*fn._mask.shape, *(1,) * len(fn.event_shape)).expand(site.value.shape)
+            found = mask if found is None else found & mask
+        fn = fn.base_dist
+    return found
+
+
+def _shown(scale: Tensor) -> str:
+    several = sorted({float(f"{number:.4g}") for number in scale.tolist()})
+    return f"{several[0]:g}" if len(several) == 1 else f"{several[0]:g} to {several[-1]:g}"

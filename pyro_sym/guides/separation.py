@@ -1,0 +1,167 @@
+"""Where a mean-field guide's units lie far apart, its orbit average is known without computing it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_sym.guides.site_normals import Normals, separable_sites, viewed_normals
+from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.flat import FlatGroup
+
+__all__ = ["Certificate", "certificate"]
+
+# Distances are taken to be this much shorter than computed, which is more than their rounding errors.
+ROUNDING = 1e-3
+MAX_PAUSE = 64
+
+
+@dataclass(frozen=True)
+class _Anchor:
+    """Where the guide was when distances were last computed.
+
+    Attributes:
+        locs: by site.
+        scales: the largest scale of all units, coordinate by coordinate, by site.
+        nearest: the smallest distance of two units, in these scales.
+        num_pairs: of how many ordered pairs it is the smallest.
+    """
+
+    locs: Mapping[str, Tensor]
+    scales: Mapping[str, Tensor]
+    nearest: float
+    num_pairs: int
+
+    def fits(self, normals: Normals) -> bool:
+        return all(
+            at.shape == normals[name][0].shape and at.device == normals[name][0].device
+            for name, at in self.locs.items()
+        )
+
+
+class Certificate:
+    r"""A bound on what is lost by taking :math:`q / |G|` for a mean-field guide's average :math:`q^G`.
+
+    With :math:`\log(1 + x) \le \sqrt x` and :math:`\sqrt{x + y} \le \sqrt x + \sqrt y`, the mean over draws
+    :math:`\omega \sim q` is bounded by Bhattacharyya coefficients, which no map of single coordinates
+    changes, so that they may be taken on the unconstrained line:
+
+    .. math::
+
+        0 \le \mathbb E\left[ \log \frac{|G|\, q^G(\omega)}{q(\omega)} \right]
+        \le \sum_{g \ne e} \mathrm{BC}(q, q \circ g) \le e^B - 1, \qquad
+        B = \sum_{i \ne j} \mathrm{BC}(q_i, q_j).
+
+    The last step expands a permanent: with one permutation, :math:`\mathrm{BC}(q, q \circ g)` is a product
+    over units, and :math:`\sum_g \prod_i b_{i g(i)} \le \prod_i \sum_j b_{ij}`, where :math:`b_{ii} = 1`. A
+    site may be left out of the products, as a coefficient is at most 1; simplices are, and sites moved along
+    two axes. A sign on each unit adds the pairs :math:`(q_i, q_j \circ -)`, those with :math:`i = j`
+    included.
+
+    For normals with means :math:`m_i`, and scales of which none exceeds :math:`\rho S_c` in coordinate
+    :math:`c`,
+
+    .. math::
+
+        \mathrm{BC}(q_i, q_j) \le \exp\left(-\frac{\lVert m_i - m_j \rVert_S^2}{8 \rho^2}\right), \qquad
+        \lVert m \rVert_S^2 = \sum_c m_c^2 / S_c^2.
+
+    The distances are computed once, with :math:`\rho = 1`. While no mean has moved by more than
+    :math:`\delta` since, no distance has shrunk by more than :math:`2 \delta`: that is checked at every step,
+    at the cost of reading the parameters, whatever moved them. When it does not suffice any more, the
+    distances are computed anew; where that does not help either, it is not tried again for a number of steps
+    that doubles up to 64.
+
+    Args:
+        axes: the sites that the bound looks at, and the axis of each along which its units lie.
+        signed: whether a sign rides on each unit.
+        tolerance: the largest bound that is good enough, in nats.
+        view: shows sites in the shapes that have these axes, if not their own.
+    """
+
+    def __init__(
+        self, axes: Mapping[str, int], signed: bool, tolerance: float, view: FlatGroup | None = None
+    ) -> None:
+        self.axes, self.signed, self.tolerance, self.view = dict(axes), signed, tolerance, view
+        self._anchor: _Anchor | None = None
+        self._pause = self._wait = 0
+
+    @torch.no_grad()
+    def bound(self, normals: Normals) -> float | None:
+        r"""The bound :math:`e^B - 1`, if it is within the tolerance.
+
+        Args:
+            normals: location and scale of the guide's sites on the unconstrained line, by site.
+
+        Returns:
+            The bound in nats, or ``None`` if the orbit average has to be computed.
+        """
+        if torch.jit.is_tracing():  # a trace would keep today's answer for ever
+            return None
+        if self.view is not None:
+            normals = viewed_normals(self.view, normals)
+        if self._anchor is not None and self._anchor.fits(normals):
+            bound = self._moved(self._anchor, normals)
+            if bound <= self.tolerance:
+                return bound
+        if self._wait > 0:
+            self._wait -= 1
+            return None
+        self._anchor = self._look(normals)
+        bound = self._moved(self._anchor, normals)
+        if bound <= self.tolerance:
+            self._pause = 0
+            return bound
+        self._anchor = None
+        self._pause = self._wait = min(2 * self._pause + 1, MAX_PAUSE)
+        return None
+
+    def _look(self, normals: Normals) -> _Anchor:
+        locs, scales, points = {}, {}, []
+        for name, axis in self.axes.items():
+            loc, scale = normals[name]
+            locs[name] = loc.detach().clone()
+            scales[name] = scale.detach().amax(axis, keepdim=True)
+            points.append((locs[name] / scales[name]).movedim(axis, 0).reshape(loc.shape[axis], -1))
+        units = torch.cat(points, -1)
+        n = len(units)
+        images = torch.cat([units, -units]) if self.signed else units
+        distances = torch.nn.functional.pdist(images.to(torch.promote_types(images.dtype, torch.float)))
+        nearest = float(distances.min()) if len(distances) else math.inf
+        return _Anchor(locs, scales, nearest, n * (n - 1) + (n * n if self.signed else 0))
+
+    def _moved(self, anchor: _Anchor, normals: Normals) -> float:
+        """The bound from the anchor's distances, which is NaN where a parameter is."""
+        moves, stretches = [], []
+        for name, axis in self.axes.items():
+            loc, scale = normals[name]
+            rest = [dim for dim in range(-loc.dim(), 0) if dim != axis]
+            move = (loc - anchor.locs[name]).div_(anchor.scales[name]).square_()
+            moves.append(move.sum(rest) if rest else move)
+            stretches.append((scale.amax(axis, keepdim=True) / anchor.scales[name]).amax())
+        move = torch.stack(moves).sum(0).amax().sqrt()
+        shift, stretch = torch.stack([2 * move, torch.stack(stretches).amax()]).tolist()
+        distance = (anchor.nearest * (1 - ROUNDING) - shift * (1 + ROUNDING)) / (stretch * (1 + ROUNDING))
+        return math.expm1(min(anchor.num_pairs * math.exp(-(max(distance, 0.0) ** 2) / 8), 700.0))
+
+
+def certificate(guide: Callable[..., Any], symmetry: Symmetry, tolerance: float | None) -> Certificate | None:
+    """The certificate for a guide that has been run once, where its density is of the kind that has one.
+
+    Args:
+        guide: a Pyro guide; ``AutoNormal`` has one.
+        symmetry: the group: one permutation, with or without a sign a unit.
+        tolerance: the largest bound that is good enough, in nats.
+
+    Returns:
+        A certificate, or ``None``.
+    """
+    units = separable_sites(guide, symmetry)
+    if units is None or not tolerance:
+        return None
+    return Certificate(units.axes, units.signed, tolerance, units.view)

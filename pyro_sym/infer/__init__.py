@@ -1,1 +1,0 @@
-"""How to fit and sample."""

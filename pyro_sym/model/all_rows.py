@@ -1,0 +1,147 @@
+"""All rows of subsampled plates: windows that cover them, and models that show many rows at a time.
+
+A subsampled plate is handed one window of rows after another. Where a model takes any number of rows, fewer
+and larger windows do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from pyro.poutine.subsample_messenger import SubsampleMessenger
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from pyro_sym.model.program import Program, SubsampledPlate
+
+__all__ = ["Window", "Work", "blocks", "showing", "widened", "windows"]
+
+Window = Mapping[str, Tensor]
+"""Row numbers, by subsampled plate."""
+
+# The largest tensor that a widened model may make; a computation holds a few of that size at a time.
+MAX_ELEMENTS = 2**22
+
+
+def blocks(plate: SubsampledPlate, order: Tensor | None = None) -> list[Tensor]:
+    """Row numbers in blocks that cover a plate; the last block overlaps with the one before it.
+
+    Args:
+        plate: the plate.
+        order: the rows in the order in which they are dealt out; by default as they come.
+
+    Returns:
+        Tensors of ``subsample_size`` row numbers.
+    """
+    rows = torch.arange(plate.size, device=plate.device) if order is None else order
+    last = plate.size - plate.subsample_size
+    return [rows[s : s + plate.subsample_size] for s in [*range(0, last, plate.subsample_size), last]]
+
+
+def windows(plates: Mapping[str, SubsampledPlate]) -> Iterator[Window]:
+    """Windows of successive rows that cover all rows of all plates."""
+    for several in itertools.product(*map(blocks, plates.values())):
+        yield dict(zip(plates, several, strict=True))
+
+
+_resizing = threading.RLock()
+
+
+@contextmanager
+def showing(rows: Mapping[str, int]) -> Iterator[None]:
+    """Have subsampled plates that are made here, in this thread, show another number of rows.
+
+    Pyro compares the number of indices with the ``subsample_size`` that the model wrote down, so no handler
+    can do this.
+
+    Args:
+        rows: the number of rows by name of plate.
+    """
+    thread = threading.get_ident()
+    with _resizing:
+        original = SubsampleMessenger._subsample
+
+        def resized(
+            name: str, size: int | None = None, subsample_size: int | None = None, *args: Any, **kwargs: Any
+        ) -> Any:
+            if subsample_size is not None and name in rows and threading.get_ident() == thread:
+                subsample_size = rows[name]
+            return original(name, size, subsample_size, *args, **kwargs)
+
+        SubsampleMessenger._subsample = staticmethod(resized)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            SubsampleMessenger._subsample = staticmethod(original)  # type: ignore[method-assign]
+
+
+class Work(TorchDispatchMode):
+    """Adds up what a computation does, whatever the machine.
+
+    Attributes:
+        operations: floating point operations of products, plus one for every number that is written.
+        largest: the number of elements of the largest tensor that is made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+        self.largest = 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            for made in tree_leaves(result):
+                if isinstance(made, Tensor):
+                    self.operations += made.numel()
+                    self.largest = max(self.largest, made.numel())
+        if func.overloadpacket in flop_registry:
+            self.operations += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+def widened(program: Program, prepare: Callable[[Program], Callable[[], Any]]) -> tuple[Program, int]:
+    """The same model with more rows of its subsampled plates at a time, as far as memory allows.
+
+    Args:
+        program: a model with subsampled plates.
+        prepare: returns a function that evaluates a program once; the model is widened only if that succeeds
+            on more rows, too.
+
+    Returns:
+        The program, which is the given one if the model takes no other number of rows, and the operations of
+        an evaluation.
+    """
+    run = prepare(program)
+    with Work() as work:
+        run()
+    factor = MAX_ELEMENTS / work.largest
+    rows: dict[str, int] = {}
+    for name, plate in program.plates.items():
+        if factor < 2:
+            break
+        rows[name] = min(plate.size, math.floor(plate.subsample_size * factor))
+        factor *= plate.subsample_size / rows[name]
+    if not rows:
+        return program, work.operations
+
+    def model(*args: Any, **kwargs: Any) -> Any:
+        with showing(rows):
+            return program.model(*args, **kwargs)
+
+    try:
+        wide = Program(model, program.args, program.kwargs, init_strategy=program.init_strategy)
+        run = prepare(wide)
+        with Work() as wider:
+            run()
+    except Exception:  # a model may count on its number of rows in any way
+        return program, work.operations
+    return wide, wider.operations

@@ -1,0 +1,67 @@
+"""The gradient on all data, and the mode that it leads to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+
+from pyro_sym.model.gradient import Gradient
+from pyro_sym.model.minibatch import Loader, PlateRows
+
+__all__ = ["FullGradient", "find_mode"]
+
+
+class FullGradient:
+    r"""Potential energy and gradient on all the data, from minibatches that cover it evenly.
+
+    With :math:`\hat U_b` the energy on minibatch :math:`b` of a set in which every row is seen equally often,
+
+    .. math::
+
+        U(u) = \sum_b w_b \, \hat U_b(u), \qquad \sum_b w_b = 1.
+
+    Args:
+        gradient: energies and gradients on minibatches.
+        source: where the run's minibatches come from; it says what covers the data.
+    """
+
+    def __init__(self, gradient: Gradient, source: PlateRows | Loader) -> None:
+        self._gradient = gradient
+        self._source = source
+
+    def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Evaluate at a flat position of shape ``(d,)``.
+
+        Returns:
+            The energy, a scalar, and the gradient, of shape ``(d,)``.
+        """
+        energy, gradient = position.new_zeros(()), torch.zeros_like(position)
+        with torch.no_grad(), pyro.validation_enabled(False):
+            for weight, minibatch in self._source.cover():
+                (part,), (slope,) = self._gradient(position.unsqueeze(0), minibatch)
+                energy += weight * part
+                gradient += weight * slope
+        return energy, gradient
+
+
+def find_mode(full: FullGradient, start: Tensor) -> Tensor:
+    """A local minimum of the potential energy on all data, by L-BFGS.
+
+    Args:
+        full: energy and gradient on all data.
+        start: where to begin, flat, of shape ``(d,)``.
+
+    Returns:
+        The mode, of shape ``(d,)``.
+    """
+    from scipy.optimize import minimize  # its import changes the warnings filters
+
+    def objective(x: Any) -> tuple[float, Any]:
+        energy, slope = full(torch.as_tensor(x).to(start))
+        return energy.item(), slope.double().cpu().numpy()
+
+    found = minimize(objective, start.double().cpu().numpy(), jac=True, method="L-BFGS-B")
+    return torch.as_tensor(found.x).to(start)

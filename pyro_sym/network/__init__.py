@@ -1,0 +1,1 @@
+"""The symmetries of a neural network, read off its graph."""

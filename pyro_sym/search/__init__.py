@@ -1,0 +1,1 @@
+"""Symmetries of a model: checked, and found."""

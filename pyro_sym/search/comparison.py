@@ -1,0 +1,247 @@
+r"""Is a change of the log joint more than rounding? The one rule, element by element.
+
+An element :math:`i` of a term, with log probability :math:`\ell_i` and scale :math:`c_i`, has *moved* if it
+changes by more than rounding can explain,
+
+.. math::
+
+    |\Delta_i| > a_i = \rho \, (1 + |\ell_i|).
+
+The elements of a term may change places, as those of exchangeable components do. They are compared place by
+place or in order of size, whichever moves less. A term is *unbalanced* if the elements that moved do not make
+up for each other,
+
+.. math::
+
+    \Bigl|\sum_{\text{moved}} c_i \Delta_i\Bigr| > \sum_{\text{moved}} c_i a_i,
+
+and the log joint has changed if the unbalanced terms do not make up for each other, within the sum of their
+allowances alone. So nothing that stays in place, or is in balance, lends its size to what is broken, however
+large it is or however it is scaled.
+
+The level :math:`\rho` of a term is a small floor. Where something seems to have changed, rounding is measured
+before a change is reported: at values moved by a relative :math:`h` each way, the second difference
+
+.. math::
+
+    \ell_i(\theta + h\theta\xi) + \ell_i(\theta - h\theta\xi) - 2 \ell_i(\theta)
+
+is :math:`O(h^2)` for a smooth term, and what is left is rounding, inside of the term and of the values.
+
+References:
+    J. J. Moré, S. M. Wild, *Estimating computational noise*, SIAM J. Sci. Comput. 33 (2011) 1292-1314.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import pyro
+import torch
+from torch import Tensor
+
+from pyro_sym.errors import SymmetryError
+from pyro_sym.model.program import Program, Term
+
+__all__ = ["NUM_DIFFERENCES", "Change", "Joint", "compared", "evaluated", "rounding_levels"]
+
+Values = Mapping[str, Tensor]
+Levels = Mapping[str, float]
+
+# Levels that need no measurement, by the precision of a term: some 5000 and 32 units in the last place.
+FLOOR = {torch.float64: 1e-12, torch.float32: 4e-6}
+# But no element may change by more nats than this without a measurement, unless it is so large that this is
+# below the last few units of its precision.
+FLOOR_NATS, LAST_UNITS = 1e-6, 16
+# Relative steps of the second differences, and how many there are.
+STEP = {torch.float64: 1e-11, torch.float32: 2e-6}
+NUM_DIFFERENCES = 3
+# A difference of two evaluations may exceed the largest of a few second differences by so much.
+SAFETY = 16.0
+
+
+class Joint:
+    """The log joint at a point, element by element.
+
+    Attributes:
+        terms: the terms by name.
+        elements: all elements one behind the other, in double precision.
+    """
+
+    def __init__(self, terms: Mapping[str, Term]) -> None:
+        self.terms = dict(terms)
+        self.elements = torch.cat([term.elements.reshape(-1).double() for term in self.terms.values()])
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """1 + |element|, for all elements."""
+        return 1 + self.elements.abs()
+
+    @cached_property
+    def allowances(self) -> Tensor:
+        """What rounding may change all elements by without a measurement."""
+        counts = [term.elements.numel() for term in self.terms.values()]
+        parts = self.sizes.split(counts)
+        return torch.cat([_floor(term, part) for term, part in zip(self.terms.values(), parts, strict=True)])
+
+    @cached_property
+    def sums(self) -> dict[str, float]:
+        """The scaled sums, by term."""
+        return {name: float((term.elements.double() * term.scale).sum()) for name, term in self.terms.items()}
+
+    @property
+    def total(self) -> float:
+        """The log joint."""
+        return sum(self.sums.values())
+
+    def is_finite(self) -> bool:
+        """Whether all elements are finite."""
+        return bool(self.elements.isfinite().all())
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the log joint that is more than rounding.
+
+    Attributes:
+        total: by how much the unbalanced terms change together.
+        allowed: how much rounding may account for.
+        size: the scaled size of what moved in them.
+        terms: the change of each unbalanced term, by name.
+    """
+
+    total: float
+    allowed: float
+    size: float
+    terms: dict[str, float]
+
+    @property
+    def relative(self) -> float:
+        """The change relative to the size of what moved; infinite if it isn't finite."""
+        return abs(self.total) / self.size if math.isfinite(self.total) else math.inf
+
+
+def evaluated(program: Program, values: Values, indices: Values) -> Joint:
+    """The log joint of a program at a point."""
+    return Joint(program.log_joint_elements(values, indices))
+
+
+def compared(before: Joint, after: Joint, levels: Levels | None = None) -> Change | None:
+    """The change of the log joint from one point to another, if it is more than rounding.
+
+    Args:
+        before: the log joint at the first point, which is finite there.
+        after: the log joint at the second.
+        levels: relative levels of rounding by term, as :func:`rounding_levels` measures them; by default the
+            floors.
+
+    Returns:
+        The change, or None if rounding accounts for it.
+
+    Raises:
+        SymmetryError: if the two have different terms, or terms of different shapes.
+    """
+    _refuse_other_terms(before, after)
+    difference = after.elements - before.elements
+    if bool((difference.abs() <= before.allowances).all()):
+        return None
+    total = allowed = size = 0.0
+    terms: dict[str, float] = {}
+    start = 0
+    for name, term in before.terms.items():
+        part = slice(start, start + term.elements.numel())
+        start = part.stop
+        allowance = before.allowances[part].maximum((levels or {}).get(name, 0.0) * before.sizes[part])
+        moved = _moved(difference[part], allowance)
+        if not moved.any():
+            continue
+        scale = torch.as_tensor(term.scale, dtype=torch.float64, device=difference.device)
+        if scale.dim():
+            scale = scale.expand(term.elements.shape).reshape(-1)[moved]
+        change = float((difference[part][moved] * scale).sum())
+        own = float((allowance[moved] * scale).sum())
+        if abs(change) <= own and own > FLOOR_NATS * float(scale.max()) and not scale.dim():
+            # Many elements that change places allow for more than their rounding together.
+            (first, order), second = before.elements[part].sort(), after.elements[part].sort().values
+            allowance, sorted_difference = allowance[order], second - first
+            moved = _moved(sorted_difference, allowance)
+            change = float((sorted_difference[moved] * scale).sum())
+            own = float((allowance[moved] * scale).sum())
+            size_moved = float((before.sizes[part][order][moved] * scale).sum())
+        else:
+            size_moved = float((before.sizes[part][moved] * scale).sum())
+        if not abs(change) <= own:
+            total, allowed, size = total + change, allowed + own, size + size_moved
+            terms[name] = change
+    return Change(total, allowed, size, terms) if terms and not abs(total) <= allowed else None
+
+
+def _moved(difference: Tensor, allowance: Tensor) -> Tensor:
+    return ~(difference.abs() <= allowance)  # also where a change is not a number
+
+
+def rounding_levels(evaluate: Callable[[dict[str, Tensor]], Joint], values: Values, joint: Joint) -> Levels:
+    """Measure the relative level of rounding of each term at a point, from second differences.
+
+    Args:
+        evaluate: the log joint as a function of the values.
+        values: the point, by site.
+        joint: the log joint there.
+
+    Returns:
+        Levels by term, to be given to :func:`compared`; none where the log joint can't be evaluated nearby.
+    """
+    seconds = torch.zeros_like(joint.elements)
+    with pyro.validation_enabled(False):  # a simplex need not sum to one to the last digits here
+        for _ in range(NUM_DIFFERENCES):
+            steps = {name: _step(value) for name, value in values.items()}
+            try:
+                up = evaluate({name: value + steps[name] for name, value in values.items()})
+                down = evaluate({name: value - steps[name] for name, value in values.items()})
+                _refuse_other_terms(joint, up)
+                _refuse_other_terms(joint, down)
+            except (ValueError, RuntimeError):
+                return {}
+            second = (up.elements + down.elements - 2 * joint.elements).abs()
+            seconds = seconds.maximum(second.nan_to_num(0.0, 0.0, 0.0))
+    relative = SAFETY * seconds / joint.sizes
+    counts = [term.elements.numel() for term in joint.terms.values()]
+    return {
+        name: float(part.max()) if part.numel() else 0.0
+        for name, part in zip(joint.terms, relative.split(counts), strict=True)
+    }
+
+
+def _step(value: Tensor) -> Tensor:
+    if not value.is_floating_point():
+        return torch.zeros_like(value)
+    return STEP.get(value.dtype, STEP[torch.float32]) * value * (2 * torch.rand_like(value) - 1)
+
+
+def _floor(term: Term, sizes: Tensor) -> Tensor:
+    """What rounding may change elements of given sizes by without a measurement."""
+    dtype = term.elements.dtype
+    last = LAST_UNITS * torch.finfo(dtype).eps * sizes
+    return (FLOOR.get(dtype, 2 * LAST_UNITS * torch.finfo(dtype).eps) * sizes).minimum(
+        last.clamp(min=FLOOR_NATS)
+    )
+
+
+def _refuse_other_terms(before: Joint, after: Joint) -> None:
+    if before.terms.keys() != after.terms.keys():
+        differ = sorted(before.terms.keys() ^ after.terms.keys())
+        raise SymmetryError(
+            f"the model has other sites at other values of its latent sites: {differ}; a symmetry can be "
+            "checked only where the sites are always the same"
+        )
+    for name, term in before.terms.items():
+        now = after.terms[name].elements.shape
+        if now != term.elements.shape:
+            raise SymmetryError(
+                f"the log probability of site {name!r} has shape {tuple(term.elements.shape)} at some values "
+                f"of the latent sites and {tuple(now)} at others; a symmetry can be checked only where it is "
+                "always the same"
+            )

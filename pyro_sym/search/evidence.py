@@ -1,0 +1,407 @@
+r"""The evidence on which groups are judged: points, and all rows of the data. It is the same for all groups.
+
+**Elements.** A group of few generators is tried on all of them, which decides. Of many generators some are
+tried, and random elements. If a group is no symmetry, the elements that leave the log joint as it is at
+almost all points are a proper subgroup of it, of index 2 at least. A uniformly random element is outside of
+that subgroup with probability 1/2 at least, so :math:`m` of them miss a break with probability
+:math:`2^{-m}` at most.
+
+**Rows.** Every row of every subsampled plate is shown once, in windows of rows in random order. The windows
+are as large as the model and memory allow. Each is tried on all generators, or on as many random elements as
+there are operations left for it, one at least. If even that is too dear, some windows are left out, and
+:attr:`Evidence.unseen` says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import biject_to
+
+from pyro_sym.errors import SymmetryError
+from pyro_sym.model.all_rows import Window, blocks, widened
+from pyro_sym.model.program import Program, init_to_prior, support_of_entries
+from pyro_sym.search.comparison import Change, Joint, compared, evaluated, rounding_levels
+from pyro_sym.symmetry.base import Element, Symmetry
+from pyro_sym.symmetry.elementary import SignFlip
+
+__all__ = ["MAX_GENERATORS", "Evidence", "Point", "Refutation", "finite_draws", "named", "unbroken"]
+
+NUM_DRAWS = 3
+MAX_GENERATORS = 32
+NUM_RANDOM_ELEMENTS = 3  # beside all generators
+# Where there are more than MAX_GENERATORS: fewer of them, and more random elements.
+NUM_SPREAD, NUM_RANDOM_AMONG_MANY = 24, 9
+MAX_NAMED = 1000  # generators that are tried to say more than a random element does
+# Unconstrained coordinates of values near the bounds of a support: 6e-6 of the interval from them.
+END = 12.0
+# For all rows: random elements a window, and what a check may cost.
+NUM_ROW_ELEMENTS = 20
+MAX_ROW_EVALUATIONS = 6_000
+MAX_ROW_OPERATIONS = 5e11
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point at which a log joint is finite.
+
+    Attributes:
+        program: the model, which may show more rows than the user's.
+        values: values by site.
+        indices: indices by subsampled plate.
+        joint: the log joint there.
+    """
+
+    program: Program
+    values: dict[str, Tensor]
+    indices: dict[str, Tensor]
+    joint: Joint
+
+    def evaluate(self, values: dict[str, Tensor]) -> Joint:
+        """The log joint at other values, on the same rows."""
+        return evaluated(self.program, values, self.indices)
+
+    def change(self, values: dict[str, Tensor]) -> Change | None:
+        """The change of the log joint at other values, if it is more than rounding, which is measured.
+
+        Raises:
+            ValueError: if a value is outside of the support of its site.
+        """
+        after = self.evaluate(values)
+        return None if compared(self.joint, after) is None else compared(self.joint, after, self.levels)
+
+    @cached_property
+    def levels(self) -> Mapping[str, float]:
+        """The measured levels of rounding here, by term."""
+        return rounding_levels(self.evaluate, self.values, self.joint)
+
+
+@dataclass(frozen=True)
+class Refutation:
+    """A fact that a group is no symmetry: an element that changes the log joint at a point.
+
+    Attributes:
+        symmetry: the group.
+        name: the element in words.
+        element: the element.
+        point: where it changes the log joint.
+        change: by how much, or None if the image is outside of the support.
+        outside: what is said of that image.
+    """
+
+    symmetry: Symmetry
+    name: str
+    element: Element
+    point: Point
+    change: Change | None
+    outside: str = ""
+
+    def __str__(self) -> str:
+        if self.change is None:
+            return (
+                f"the model is not invariant under {self.name}: it maps values out of their support "
+                f"({self.outside})"
+            )
+        moved = ", ".join(f"{site!r} by {delta:+.4g}" for site, delta in self.change.terms.items())
+        return (
+            f"the model is not invariant under {self.name}: its log joint changes by "
+            f"{self.change.total:+.4g} (allowed {self.change.allowed:.1g}); terms that moved: {moved}. Is a "
+            "site missing from the symmetry, on the wrong axis, or under a prior that tells the labels apart?"
+        )
+
+
+class Evidence:
+    """Prior draws of a model, and all its rows.
+
+    Args:
+        program: the model.
+        dtype: of the values.
+
+    Attributes:
+        unseen: what rows no group is tried on, in words; empty if there are none.
+
+    Raises:
+        SymmetryError: if the log joint is random at fixed values.
+        ValueError: if no prior draw has a finite log joint.
+    """
+
+    def __init__(self, program: Program, dtype: torch.dtype) -> None:
+        self.program = program
+        self.dtype = dtype
+        self.unseen = ""
+        self.points = finite_draws(program, dtype)
+        for point in self.points:
+            _refuse_hidden_randomness(point)
+        self._at_bounds = list(_draws_at_bounds(program, dtype))
+        self._windows: list[Window] | None = None
+
+    def refute(self, symmetry: Symmetry) -> Refutation | None:
+        """A fact that says that a group is no symmetry of the model, if there is one.
+
+        Args:
+            symmetry: the group.
+
+        Returns:
+            The first element that changes the log joint; None if none does.
+
+        Raises:
+            SymmetryError: if the group can't act on the model's sites.
+        """
+        for point in [*self.points, *self._at_bounds]:
+            symmetry.check_values(point.values)
+            for name, element in _elements(symmetry, point):
+                refutation = _tried(symmetry, name, element, point)
+                if refutation:
+                    return refutation
+        for point in self._all_rows():
+            for name, element in self._elements_of_rows(symmetry, point):
+                refutation = _tried(symmetry, name, element, point)
+                if refutation:
+                    return refutation
+        return None
+
+    def _all_rows(self) -> Iterator[Point]:
+        """A point for each window of rows."""
+        if not self.program.plates:
+            return
+        if self._windows is None:
+            self._plan()
+        assert self._windows is not None
+        infinite = 0
+        for window in self._windows:
+            for values in self._draws:
+                joint = evaluated(self._wide, values, window)
+                if joint.is_finite():
+                    yield Point(self._wide, values, dict(window), joint)
+                    break
+            else:
+                infinite += 1
+        if infinite:
+            self.unseen = (
+                f"the log joint is finite at none of {len(self._draws)} prior draws on {infinite} of "
+                f"{len(self._windows)} windows of rows of {self._plate_names()}"
+            )
+
+    def _plan(self) -> None:
+        """Choose windows, and how many elements each is tried on."""
+
+        def prepare(program: Program) -> Callable[[], Joint]:
+            point = finite_draw(program, self.dtype)
+            return partial(point.evaluate, point.values)
+
+        self._wide, operations = widened(self.program, prepare)
+        self._draws = [point.values for point in finite_draws(self._wide, self.dtype)]
+        dealt = {
+            name: blocks(plate, torch.randperm(plate.size, device=plate.device))
+            for name, plate in self._wide.plates.items()
+        }
+        number = math.prod(map(len, dealt.values()))
+        affordable = int(min(MAX_ROW_EVALUATIONS, MAX_ROW_OPERATIONS // operations))
+        chosen = max(1, min(number, affordable // 2))
+        self._trials = max(1, affordable // chosen - 1)
+        self._windows = [_nth(dealt, n, all_of_them=chosen == number) for n in range(chosen)]
+        if chosen < number:
+            seen = ", ".join(
+                f"{min(plate.size, chosen * plate.subsample_size):,} of {plate.size:,} rows of plate {name!r}"
+                for name, plate in self._wide.plates.items()
+            )
+            self.unseen = (
+                f"of {number:,} windows of rows {chosen:,} were looked at, that is {seen}: all rows are too "
+                "dear. What only the others break is not seen"
+            )
+
+    def _plate_names(self) -> str:
+        return ", ".join(map(repr, self.program.plates))
+
+    def _elements_of_rows(self, symmetry: Symmetry, point: Point) -> list[tuple[str, Element]]:
+        generators = symmetry.generators(point.values)
+        if len(generators) <= min(self._trials, MAX_GENERATORS):
+            return generators
+        return [_random(symmetry, point) for _ in range(min(self._trials, NUM_ROW_ELEMENTS))]
+
+
+def finite_draw(program: Program, dtype: torch.dtype) -> Point:
+    """A point at which the log joint is finite, drawn by the program's init strategy.
+
+    Raises:
+        ValueError: if it is finite at none of 20 draws.
+    """
+    for _ in range(20):
+        values, indices = program.draw()
+        if dtype == torch.float64:
+            values = {name: v.double() if v.is_floating_point() else v for name, v in values.items()}
+        joint = evaluated(program, values, indices)
+        if joint.is_finite():
+            return Point(program, values, indices, joint)
+    raise ValueError(
+        "the model's log joint is not finite at any of 20 prior draws, so no symmetry can be checked"
+    )
+
+
+def finite_draws(program: Program, dtype: torch.dtype) -> list[Point]:
+    """Several such points; fewer, but one at least, where they are hard to find."""
+    points: list[Point] = []
+    for _ in range(NUM_DRAWS):
+        try:
+            points.append(finite_draw(program, dtype))
+        except ValueError as error:
+            failure = error
+    if not points:
+        raise failure
+    return points
+
+
+def _draws_at_bounds(program: Program, dtype: torch.dtype) -> Iterator[Point]:
+    """Points near bounds of supports that differ from entry to entry, as those of a uniform prior may.
+
+    An image of a prior draw leaves such a support seldom if the bounds differ by little.
+    """
+    if any(_uneven_bounds(latent.support) for latent in program.latents.values()):
+        for end in (-END, END):
+            at_end = Program(
+                program.model, program.args, program.kwargs, init_strategy=partial(_near_bound, end)
+            )
+            with suppress(ValueError):  # the log joint may be infinite there
+                yield finite_draw(at_end, dtype)
+
+
+def _uneven_bounds(support: Any) -> bool:
+    """Whether a support has bounds that differ from entry to entry."""
+    bounds = (getattr(support_of_entries(support), name, None) for name in ("lower_bound", "upper_bound"))
+    return any(isinstance(b, Tensor) and b.numel() > 1 and bool((b != b.flatten()[0]).any()) for b in bounds)
+
+
+def _near_bound(end: float, site: Any) -> Tensor:
+    """A value near the lower or the upper bound, or near the only one; a prior draw where bounds are even."""
+    fn = site["fn"]
+    if not _uneven_bounds(fn.support):
+        return init_to_prior(site)
+    bijection = biject_to(fn.support)
+    support = support_of_entries(fn.support)
+    both = hasattr(support, "lower_bound") and hasattr(support, "upper_bound")
+    return bijection(torch.full(bijection.inverse_shape(fn.shape()), end if both else -END))
+
+
+def unbroken(
+    evidence: Evidence, members: Sequence[Any], group: Callable[..., Symmetry]
+) -> tuple[list[Any], list[tuple[Any, Refutation]]]:
+    """The members whose product is a symmetry, and the others, each with the fact that speaks against it.
+
+    A product is tried as one. If an element of it changes the log joint, its parts are applied one after the
+    other from the same point, and at least one of these steps changes the log joint.
+
+    Args:
+        evidence: on which to judge.
+        members: of the product.
+        group: makes the product of some members; its elements are tuples of theirs.
+
+    Returns:
+        The members that remain, and the others with a refutation.
+    """
+    left, broken = list(members), []
+    while left:
+        refutation = evidence.refute(group(*left))
+        if refutation is None:
+            break
+        guilty = _guilty(refutation, left)
+        broken += [(left[i], refutation) for i in guilty]
+        left = [member for i, member in enumerate(left) if i not in guilty]
+    return left, broken
+
+
+def _guilty(refutation: Refutation, members: list[Any]) -> list[int]:
+    """The members whose part of an element changes the log joint, when the parts are applied in turn."""
+    group, point = refutation.symmetry, refutation.point
+    parts = list(group.identity(point.values))
+    moving = [i for i in range(len(members)) if not _equal(parts[i], refutation.element[i])]
+    # Permutations first, signs after, as in the elements of a product.
+    moving.sort(key=lambda i: isinstance(getattr(members[i], "symmetry", members[i]), SignFlip))
+    guilty, here = [], point
+    for i in moving:
+        parts[i] = refutation.element[i]
+        values = group.act(tuple(parts), point.values)
+        try:
+            changed = here.change(values) is not None
+            after = here.evaluate(values)
+        except ValueError:
+            changed = True
+        if changed:
+            guilty.append(i)
+            parts[i] = group.identity(point.values)[i]
+        else:
+            here = Point(point.program, values, point.indices, after)
+    return guilty or moving
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, tuple):
+        return all(map(_equal, first, second))
+    return torch.equal(first, second)
+
+
+def _elements(symmetry: Symmetry, point: Point) -> Iterator[tuple[str, Element]]:
+    """All generators and some random elements, or some generators and more random elements."""
+    generators = symmetry.generators(point.values)
+    if len(generators) <= MAX_GENERATORS:
+        yield from generators
+        number = NUM_RANDOM_ELEMENTS
+    else:
+        yield from generators[:: -(-len(generators) // NUM_SPREAD)]
+        number = NUM_RANDOM_AMONG_MANY
+    for _ in range(number):
+        yield _random(symmetry, point)
+
+
+def _random(symmetry: Symmetry, point: Point) -> tuple[str, Element]:
+    return f"a random element of {symmetry!r}", symmetry.sample(point.values)
+
+
+def _tried(symmetry: Symmetry, name: str, element: Element, point: Point) -> Refutation | None:
+    """Whether an element changes the log joint at a point."""
+    try:
+        change = point.change(symmetry.act(element, point.values))
+    except SymmetryError:
+        raise
+    except ValueError as error:  # of Pyro's validation, for the point itself is in the support
+        return Refutation(symmetry, name, element, point, None, str(error).splitlines()[0])
+    return Refutation(symmetry, name, element, point, change) if change else None
+
+
+def named(refutation: Refutation) -> Refutation:
+    """The same with a generator where a random element changed the log joint, if one is found."""
+    symmetry, point = refutation.symmetry, refutation.point
+    for name, element in symmetry.generators(point.values)[:MAX_NAMED]:
+        clearer = _tried(symmetry, name, element, point)
+        if clearer:
+            return clearer
+    return refutation
+
+
+def _nth(dealt: dict[str, list[Tensor]], n: int, *, all_of_them: bool) -> Window:
+    """The n-th window: in the order of the product, or so that each plate is gone through evenly."""
+    window = {}
+    for number, (name, several) in enumerate(dealt.items()):
+        if all_of_them:
+            n, k = divmod(n, len(several))
+        else:
+            k = (n + number * (n // len(several))) % len(several)
+        window[name] = several[k]
+    return window
+
+
+def _refuse_hidden_randomness(point: Point) -> None:
+    """Raise if the log joint differs between two runs at the same values."""
+    again = point.evaluate(point.values)
+    if compared(point.joint, again):
+        raise SymmetryError(
+            "the model's log joint is random at fixed values of its latent sites "
+            f"{list(point.program.latents)}: {point.joint.total:.6g}, then {again.total:.6g}. Does it sample "
+            "outside pyro.sample, or hide a site? Pass the whole model"
+        )

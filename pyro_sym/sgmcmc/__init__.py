@@ -1,0 +1,1 @@
+"""Stochastic-gradient MCMC: kernels, chains, and the two drivers."""

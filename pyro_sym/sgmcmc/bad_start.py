@@ -1,0 +1,142 @@
+"""Whether a chain that diverged early has its start to blame, or its step size."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pyro.infer.autoguide.initialization import init_to_median, init_to_sample
+from torch import Tensor
+
+from pyro_sym._random import fork_random_state
+from pyro_sym.model.minibatch import Minibatch
+from pyro_sym.model.potential import ContinuousOnly, Potential
+
+if TYPE_CHECKING:
+    from pyro_sym.sgmcmc.chains import Chains
+
+__all__ = ["Start", "blame_start"]
+
+# Later divergences have little to do with the start.
+EARLY = 500
+# Other starts are tried for so much longer than the chain lasted; steps too large show there as well.
+LONGER, MORE = 1.5, 20
+# How many other starts.
+NUM_STARTS = 8
+
+
+@dataclass
+class Start:
+    """Where chains started.
+
+    Attributes:
+        energy: :math:`U`, of shape ``(C,)``.
+        slopes: the norm of its gradient by site, of shape ``(C, sites)``.
+        position: of shape ``(C, d)``.
+    """
+
+    energy: Tensor
+    slopes: Tensor
+    position: Tensor
+
+    @classmethod
+    def of(cls, energy: Tensor, gradient: Tensor, position: Tensor, sizes: list[int]) -> Start:
+        """Keep what describes the start of chains."""
+        by_site = gradient.split(sizes, -1)  # each of shape (C, size of the site)
+        return cls(energy.clone(), torch.stack([slope.norm(dim=-1) for slope in by_site], -1), position)
+
+
+def blame_start(chains: Chains, chain: int, minibatch: Minibatch) -> str | None:
+    """Find out by trial whether the start was to blame, and which other starts stay finite.
+
+    The same kernel takes the same number of steps and more, on the minibatch of the step that failed: from
+    the same start, and from others. If the same start fails again, and others stay finite, at energies below
+    its own, the start was to blame, and the strategy that drew the others is the cure. Random numbers and
+    loaders are left alone.
+
+    Args:
+        chains: whose chain has diverged.
+        chain: which one.
+        minibatch: what the chains saw in the last step.
+
+    Returns:
+        A sentence that names the start, its worst site and the cure; ``None`` if other starts fail too, or
+        if this one would not have failed with other noise.
+    """
+    if chains.step >= EARLY or chains.start is None:
+        return None
+    with fork_random_state():
+        again = chains.start.position[chain].expand(NUM_STARTS, -1)
+        failed, _ = _try(chains, chain, again, minibatch)
+        if failed == 0:
+            return None
+        for strategy in (init_to_median, init_to_sample):
+            if strategy is chains.kernel.init_strategy:
+                continue
+            try:
+                others = torch.stack([_draw(strategy, chains.potential) for _ in range(NUM_STARTS)])
+            except (RuntimeError, ValueError, ArithmeticError):
+                continue
+            failed, energy = _try(chains, chain, others, minibatch)
+            if failed == 0 and energy < float(chains.start.energy[chain]):
+                return _sentence(chains, chain, strategy.__name__, energy)
+    return None
+
+
+def _try(chains: Chains, chain: int, starts: Tensor, minibatch: Minibatch) -> tuple[int, float]:
+    """How many chains fail from these starts, of shape ``(S, d)``, and the median energy of all."""
+    kernel = copy.copy(chains.kernel)
+    kernel.temperature = chains.temperature_of_chain(chain)
+    source: Any = _Again(minibatch)
+    steps = int(LONGER * (chains.step + 1)) + MORE
+    failed, energies = 0, []
+    # As many chains at once as there are in the run, so that the same graph serves.
+    rows = torch.arange(math.ceil(len(starts) / len(chains.position)) * len(chains.position)) % len(starts)
+    for part in rows.split(len(chains.position)):
+        try:
+            trial = type(chains)(kernel, chains.potential, chains._gradient_of, source, starts[part], "mask")
+            trial.advance(steps, warming_up=True)
+        except (RuntimeError, ValueError, ArithmeticError):
+            return len(starts), math.nan
+        failed += len(trial.diverged)
+        energies.append(trial.energy)
+    return failed, float(torch.cat(energies).median())
+
+
+def _draw(strategy: Callable[[Any], Tensor], potential: Potential) -> Tensor:
+    """A flat point drawn by another strategy, of shape ``(d,)``."""
+    program = copy.copy(potential.program)
+    program.init_strategy = ContinuousOnly(strategy)
+    return potential.flatten(potential.unconstrain(program.draw()[0])).detach()
+
+
+def _sentence(chains: Chains, chain: int, cure: str, energy: float) -> str:
+    start, potential = chains.start, chains.potential
+    assert start is not None
+    slopes = start.slopes[chain]
+    site = list(potential.shapes)[int(slopes.argmax())]
+    value = ""
+    values = potential.constrain(potential.unflatten(start.position[chain]))[site]
+    if values.numel() <= 4:
+        value = f" (= {', '.join(f'{v:.4g}' for v in values.flatten().tolist())})"
+    return (
+        f"the start is to blame: the potential energy is {float(start.energy[chain]):.4g} there, and its "
+        f"gradient has norm {float(slopes.norm()):.4g}, the largest part at site {site!r}{value}. Chains "
+        f"that start from {cure} stay finite with the same steps, at energies near {energy:.4g}: pass "
+        f"init_strategy={cure} (pyro.infer.autoguide.initialization), or initial_params near a mode"
+    )
+
+
+class _Again:
+    """A source of minibatches that gives one and the same."""
+
+    def __init__(self, minibatch: Minibatch) -> None:
+        self._minibatch = minibatch
+
+    def draw(self) -> Minibatch:
+        """The minibatch."""
+        return self._minibatch

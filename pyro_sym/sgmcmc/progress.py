@@ -1,0 +1,180 @@
+"""How far a run is: what callbacks are given, and the bar that shows it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_sym._random import fork_random_state
+from pyro_sym.sgmcmc.chains import Chains, Divergence
+
+if TYPE_CHECKING:
+    from pyro_sym.sgmcmc.vectorized import VectorizedMCMC
+
+__all__ = ["Bar", "Callback", "Progress", "asks_to_stop"]
+
+
+class Progress:
+    """How far a run is, as a callback sees it between two draws.
+
+    Attributes:
+        done: draws of each chain so far, warm-up included.
+        num_draws: draws of each chain that are kept so far.
+        num_samples: draws of each chain to keep in all.
+        warmup_steps: draws of each chain that are thrown away first.
+        seconds: since the run began.
+
+    Example:
+        >>> def model():
+        ...     pyro.sample("x", dist.Normal(0.0, 1.0))
+        >>> def stop_after_20(progress):
+        ...     return progress.num_draws >= 20
+        >>> mcmc = VectorizedMCMC(
+        ...     BAOA(model, step_size=0.1),
+        ...     num_samples=1000,
+        ...     warmup_steps=5,
+        ...     callback=stop_after_20,
+        ...     callback_every=5,
+        ...     disable_progbar=True,
+        ... )
+        >>> mcmc.run()
+        >>> mcmc.get_samples()["x"].shape
+        torch.Size([20])
+    """
+
+    def __init__(
+        self, mcmc: VectorizedMCMC, chains: Chains, done: int, num_draws: int, seconds: float
+    ) -> None:
+        self._mcmc = mcmc
+        self._chains = chains
+        self.done = done
+        self.num_draws = num_draws
+        self.num_samples = mcmc.num_samples
+        self.warmup_steps = mcmc.warmup_steps
+        self.seconds = seconds
+
+    def __repr__(self) -> str:
+        """How far the run is, in words."""
+        return f"Progress({self.done} of {self.warmup_steps + self.num_samples} draws)"
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether draws are still thrown away."""
+        return self.done < self.warmup_steps
+
+    @property
+    def step(self) -> int:
+        """Steps taken so far."""
+        return self._chains.step
+
+    @property
+    def step_size(self) -> float:
+        """That of the last step."""
+        return self._chains.step_size
+
+    @property
+    def temperature(self) -> float | tuple[float, ...]:
+        """The temperature of the last step, a number or one for each chain."""
+        return self._chains.temperature
+
+    @property
+    def potential_energy(self) -> Tensor:
+        """:math:`U` of each chain, of shape ``(C,)``; an estimate on a minibatch if plates are subsampled."""
+        return self._chains.energy.clone()
+
+    @property
+    def diverged(self) -> dict[int, Divergence]:
+        """By chain, how it ended."""
+        return dict(self._chains.diverged)
+
+    def values(self) -> dict[str, Tensor]:
+        """Constrained values by site where the chains stand, of shape ``(C, *shape)``."""
+        potential = self._chains.potential
+        values = potential.constrain(potential.unflatten(self._chains.position))
+        return {name: value.clone() for name, value in values.items()}
+
+    def get_samples(self, num_samples: int | None = None, group_by_chain: bool = False) -> dict[str, Tensor]:
+        """The draws so far, as :meth:`~pyro_sym.VectorizedMCMC.get_samples` of the run.
+
+        With a store they are those of the blocks that are written. Draws of the warm-up are not kept.
+        """
+        return self._mcmc.get_samples(num_samples, group_by_chain)
+
+    def diagnostics(self) -> dict[str, Any]:
+        """As :meth:`~pyro_sym.VectorizedMCMC.diagnostics` of the run, of the draws so far."""
+        return self._mcmc.diagnostics()
+
+
+Callback = Callable[[Progress], Any]
+
+
+def asks_to_stop(callback: Callback, progress: Progress) -> bool:
+    """Call a callback; it asks to stop by returning true or raising ``StopIteration``.
+
+    Random numbers that it draws are not missed by the run. A value that is no truth value, such as a number,
+    doesn't stop the run.
+    """
+    try:
+        with fork_random_state():
+            answer = callback(progress)
+    except StopIteration:
+        return True
+    if isinstance(answer, Tensor):
+        return answer.dtype is torch.bool and answer.numel() == 1 and bool(answer)
+    return isinstance(answer, bool | np.bool_) and bool(answer)
+
+
+class Bar:
+    """A progress bar that is drawn anew when some time has passed, however many steps that is.
+
+    Args:
+        draws: of the whole run.
+        done: those of them that are behind it.
+        thinning: steps a draw.
+        disable: whether to show nothing.
+    """
+
+    SECONDS = 0.2
+
+    def __init__(self, draws: int, done: int, thinning: int, *, disable: bool) -> None:
+        from tqdm.auto import tqdm
+
+        self._bar = tqdm(
+            total=draws * thinning,
+            initial=done * thinning,
+            disable=disable,
+            unit="draw" if thinning == 1 else "step",
+            mininterval=0.0,  # it is shown when this class says so
+            miniters=1,
+        )
+        self._waiting = 0
+        self._next = 0.0
+        self._shown = not disable
+
+    def tick(self, chains: Chains, steps: int, *, warming_up: bool) -> None:
+        """Note that steps were taken, and show them if it is time."""
+        if not self._shown:
+            return
+        self._waiting += steps
+        if time.perf_counter() < self._next:
+            return
+        self._bar.set_description("Warmup" if warming_up else "Sample", refresh=False)
+        self._bar.set_postfix(chains.report(), refresh=False)
+        self._bar.update(self._waiting)
+        self._waiting, self._next = 0, time.perf_counter() + self.SECONDS
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Show what is left, and leave the bar where it is."""
+        self._bar.update(self._waiting)
+        self._bar.close()

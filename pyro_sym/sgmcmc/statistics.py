@@ -1,0 +1,105 @@
+"""What chains leave behind beside their draws: statistics of each."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pyro_sym.model.gradient import groups
+from pyro_sym.sgmcmc.chains import Chains, Temperature
+from pyro_sym.sgmcmc.thermometers import thermometers
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """Statistics of draws, gathered in blocks: those of many draws cost as much as those of one.
+
+    Args:
+        chains: the chains whose draws are kept.
+    """
+
+    BLOCK_DRAWS, BLOCK_NUMEL = 256, 2**16
+
+    def __init__(self, chains: Chains) -> None:
+        self._chains = chains
+        self._pending: list[list[Tensor]] = []
+        self._settings: list[tuple[float, Temperature, bool]] = []
+        self._blocks: dict[str, list[Tensor]] = {}
+
+    def append(self) -> None:
+        """Keep statistics of the draw where the chains stand."""
+        chains = self._chains
+        mass = chains.inverse_mass
+        masses = [] if mass is None else [mass.expand_as(chains.position)]
+        self._pending.append([chains.energy, chains.gradient, *masses, *chains.state])
+        self._settings.append((chains.step_size, chains.temperature, chains.relaxed >= 1))
+        draws = len(self._pending)
+        full = draws >= self.BLOCK_DRAWS or draws * chains.position.numel() >= self.BLOCK_NUMEL
+        if full or len(groups(*chains.position.shape)) > 1:  # whose tensors are written over by the next step
+            self._flush()
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Statistics of all draws so far, in float64, of shape ``(draws, C)`` or ``(draws, C, sites)``."""
+        self._flush()
+        return {name: torch.cat(blocks) for name, blocks in self._blocks.items()}
+
+    def take(self) -> dict[str, Tensor]:
+        """The statistics since they were last taken, as :meth:`statistics` has them, to keep elsewhere."""
+        taken, self._blocks = self.statistics(), {}
+        return taken
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        energy, *parts = (_stack(several) for several in zip(*self._pending, strict=True))
+        energy = energy.to(torch.float64, copy=True)  # the next step may write over it
+        step_sizes, temperatures, relaxed = zip(*self._settings, strict=True)
+        settings = {  # each (draws, C)
+            "step_size": _by_chain(step_sizes, energy),
+            "temperature": _by_chain(temperatures, energy),
+        }
+        block = self._thermometers(parts, settings)
+        block |= {"lp": -energy, "potential_energy": energy, "energy": energy, **settings}
+        on_the_way = ~torch.tensor(relaxed).unsqueeze(-1)  # from temperature 0: they have no temperature yet
+        block["temperature"] = settings["temperature"].masked_fill(on_the_way, math.nan)
+        if "kinetic_temperature" in block:
+            block["energy"] = energy + block["kinetic_temperature"] * self._chains.potential.size / 2
+        for name, values in block.items():
+            self._blocks.setdefault(name, []).append(values)
+        self._pending, self._settings = [], []
+
+    def _thermometers(self, parts: list[Tensor], settings: dict[str, Tensor]) -> dict[str, Tensor]:
+        if len(groups(*self._chains.position.shape)) == 1:
+            return self._measure(parts, settings)
+        each = [
+            self._measure([part[:, chain] for part in parts], {n: s[:, chain] for n, s in settings.items()})
+            for chain in range(parts[0].shape[1])
+        ]
+        return {name: torch.stack([one[name] for one in each], 1) for name in each[0]}
+
+    def _measure(self, parts: list[Tensor], settings: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Temperatures of draws; parts have their dims, then that of the coordinates."""
+        chains = self._chains
+        gradient, *state = parts
+        mass: Tensor | float = 1.0 if chains.inverse_mass is None else state.pop(0)
+        momentum = None
+        if chains.kernel.has_momentum:
+            numbers = {name: value.to(gradient).unsqueeze(-1) for name, value in settings.items()}
+            momentum = chains.kernel.thermal_momentum(tuple(state), gradient, **numbers, inverse_mass=mass)
+        return thermometers(state[0], gradient, momentum, mass, sizes=chains.potential.sizes)
+
+
+def _by_chain(settings: tuple[Temperature, ...], like: Tensor) -> Tensor:
+    """Settings of draws, of all chains or one for each, as ``(draws, C)``."""
+    if any(isinstance(setting, tuple) for setting in settings):
+        every = [s if isinstance(s, tuple) else (s,) * like.shape[1] for s in settings]
+        return torch.tensor(every, dtype=torch.float64)
+    return torch.tensor(settings, dtype=torch.float64).unsqueeze(-1).expand_as(like)
+
+
+def _stack(tensors: tuple[Tensor, ...]) -> Tensor:
+    """``torch.stack`` that copies nothing where there is one: it may be large."""
+    return torch.stack(tensors) if len(tensors) > 1 else tensors[0].unsqueeze(0)

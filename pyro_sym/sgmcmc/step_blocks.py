@@ -1,0 +1,261 @@
+"""Several steps of a sampler, their gradients included, as one compiled function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_sym.graph.batching import UnbatchableError
+from pyro_sym.graph.codegen import straight_line
+from pyro_sym.graph.comparison import NUDGES, nudge, relative_error, tolerance
+from pyro_sym.graph.record import Function, UntraceableError, simplify, trace
+from pyro_sym.model.gradient import Gradient, _Reference
+from pyro_sym.model.minibatch import Minibatch
+
+__all__ = ["FusedSteps", "State", "Step", "block_length"]
+
+State = tuple[Tensor, ...]
+"""What a step carries on; the position, of shape ``(C, d)``, comes first."""
+
+Step = Callable[[State, Tensor, Tensor, Tensor, Tensor], State]
+"""From state, gradient and noise, both ``(C, d)``, step size (0-d) and temperature (0-d or ``(C, 1)``)."""
+
+
+def block_length(size: int) -> int:
+    """How many steps to fuse where positions hold ``size`` values, over all chains.
+
+    What a call costs by itself is shared by the steps of a block; the compiler's time grows with them.
+    """
+    if size <= 10_000:
+        return 10
+    return 4 if size <= 1_000_000 else 1
+
+
+class FusedSteps:
+    r"""Steps of a sampler with their gradients, compiled into one function.
+
+    For a state :math:`s` whose first part is the position, with the gradient :math:`g_0` there, a block of
+    :math:`k` steps is
+
+    .. math::
+
+        s_{i+1} = \mathrm{step}(s_i, g_i, \xi_i, h_i, T_i), \qquad
+        g_{i+1} = \nabla U(s_{i+1}^{(0)}; b_i), \qquad i = 0, \dots, k - 1,
+
+    so that the position it ends at has its energy and gradient, those that the next block begins with.
+
+    The block is compiled by ``torch._inductor`` on the first call for inputs of given shapes, which takes
+    seconds, and kept in its cache directory for later runs, for other data of the same shapes, too. Where
+    there is no C++ compiler, the steps are taken one by one, and a warning says so.
+
+    Args:
+        gradient: made with ``jit="compile"``; its ``mode`` and ``reason`` tell of a fallback.
+        step: a pure function of tensors: it must neither change its arguments, nor read their values, nor
+            draw random numbers.
+
+    Raises:
+        ValueError: if ``gradient`` was made with another ``jit``.
+
+    Example:
+        >>> def model():
+        ...     pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        >>> def descend(state, gradient, noise, step_size, temperature):
+        ...     return (state[0] - step_size * gradient,)
+        >>> steps = FusedSteps(Gradient(Potential(model), jit="compile"), descend)
+        >>> steps.gradient.mode  # nothing is compiled before the first call
+        'compile'
+    """
+
+    def __init__(self, gradient: Gradient, step: Step) -> None:
+        if gradient.jit != "compile":
+            raise ValueError(f"the gradient was made with jit={gradient.jit!r}; make it with jit='compile'")
+        self.gradient = gradient
+        self.step = step
+        self._prepared: dict[Any, Function] = {}
+
+    def __call__(
+        self,
+        state: State,
+        gradient: Tensor,
+        noise: Tensor,
+        indices: Mapping[str, Tensor],
+        step_sizes: Tensor,
+        temperatures: Tensor,
+    ) -> tuple[State, Tensor, Tensor, float]:
+        """Take as many steps as there is noise for.
+
+        Args:
+            state: its first part the position, of shape ``(C, d)``.
+            gradient: at that position, of shape ``(C, d)``.
+            noise: standard normal draws, of shape ``(k, C, d)``.
+            indices: rows by subsampled plate, of shape ``(k, C, B)``, or ``(k, B)`` if chains share them.
+            step_sizes: of shape ``(k,)``.
+            temperatures: of shape ``(k,)``, or ``(k, C, 1)`` with one for each chain.
+
+        Returns:
+            The state after the steps; the energies, of shape ``(C,)``, and gradients, of shape ``(C, d)``, at
+            the position after the last of them; and the sum of positions, energies and gradients, which is
+            finite if they are.
+        """
+        if self.gradient.mode != "compile":
+            after, energy, slope = self.one_by_one(state, gradient, noise, indices, step_sizes, temperatures)
+            return after, energy, slope, float(_total(after[0], energy, slope))
+        inputs = [*state, gradient, noise, step_sizes, temperatures, *indices.values()]
+        key = (*indices, *[tensor.shape for tensor in inputs])
+        run = self._prepared.get(key)
+        if run is None:
+            self._prepare(key, state, gradient, noise, indices, step_sizes, temperatures)
+            return self(state, gradient, noise, indices, step_sizes, temperatures)
+        *parts, energy, slope, total = run(*inputs)
+        return tuple(parts), energy, slope, float(total)
+
+    def one_by_one(
+        self,
+        state: State,
+        gradient: Tensor,
+        noise: Tensor,
+        indices: Mapping[str, Tensor],
+        step_sizes: Tensor,
+        temperatures: Tensor,
+    ) -> tuple[State, Tensor, Tensor]:
+        """The same steps without fusing them; arguments and results as of a call."""
+        return self._loop(self.gradient, state, gradient, noise, indices, step_sizes, temperatures)
+
+    def _loop(
+        self,
+        gradient_at: Callable[[Tensor, Minibatch], tuple[Tensor, Tensor]],
+        state: State,
+        gradient: Tensor,
+        noise: Tensor,
+        indices: Mapping[str, Tensor],
+        step_sizes: Tensor,
+        temperatures: Tensor,
+    ) -> tuple[State, Tensor, Tensor]:
+        for i in range(len(noise)):
+            state = self.step(state, gradient, noise[i], step_sizes[i], temperatures[i])
+            minibatch = Minibatch({name: rows[i] for name, rows in indices.items()})
+            energy, gradient = gradient_at(state[0], minibatch)
+        return state, energy, gradient
+
+    def _prepare(
+        self,
+        key: Any,
+        state: State,
+        gradient: Tensor,
+        noise: Tensor,
+        indices: Mapping[str, Tensor],
+        step_sizes: Tensor,
+        temperatures: Tensor,
+    ) -> None:
+        """Compile the steps for inputs of these shapes, or fall back."""
+        from pyro_sym.graph.aot import CompilationError, compiled
+
+        names, parts = tuple(indices), len(state)
+        first = Minibatch({name: rows[0] for name, rows in indices.items()})
+        reference = _Reference(self.gradient, state[0], first)
+        try:
+            graph = self.gradient.graph(state[0], first)
+            reference.check(straight_line(graph, [state[0], *first.indices.values()]))
+        except UnbatchableError as error:
+            self.gradient._do_not_compile(error)
+            return
+        except UntraceableError as error:
+            self.gradient._run_the_model(error, reference.seconds)
+            return
+
+        def block(*inputs: Tensor) -> tuple[Tensor, ...]:
+            gradient, noise, step_sizes, temperatures, *rows = inputs[parts:]
+            after, energy, slope = self._loop(
+                lambda position, minibatch: graph(position, *minibatch.indices.values()),
+                inputs[:parts],
+                gradient,
+                noise,
+                dict(zip(names, rows, strict=True)),
+                step_sizes,
+                temperatures,
+            )
+            return (*after, energy, slope, _total(after[0], energy, slope))
+
+        inputs = [*state, gradient, noise, step_sizes, temperatures, *indices.values()]
+        try:
+            with torch.no_grad():
+                run = compiled(simplify(trace(block, inputs), inputs), inputs)
+                _check_block(run, block, inputs, parts)
+        except (CompilationError, UntraceableError) as error:
+            self.gradient._do_not_compile(error)
+            return
+        self._prepared[key] = run
+
+
+# By what a check multiplies the step size, in turn, until rounding doesn't grow within a block.
+_FACTORS = (100.0, 10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4)
+
+
+def _check_block(run: Function, block: Function, inputs: list[Tensor], parts: int) -> None:
+    """Raise unless compiled steps come to what the same steps come to uncompiled.
+
+    Where the dynamics is unstable or chaotic, two right computations are far apart after a few steps; where
+    steps are short, a wrong order of noise or rows changes little. So they are compared with the longest
+    steps of a few that carry a rounding error no further.
+
+    Args:
+        run: the compiled block.
+        block: the block as a function of the same inputs.
+        inputs: the parts of the state, the gradient, the noise, the step sizes, and the rest.
+        parts: how many parts the state has.
+    """
+    from pyro_sym.graph.aot import CompilationError
+
+    position, rest = inputs[0], inputs[1:]
+
+    def moved(position: Tensor, factor: float) -> list[Tensor]:
+        scaled = [factor * part if n == parts + 1 else part for n, part in enumerate(rest)]
+        return [position, *scaled]
+
+    generator = torch.Generator().manual_seed(0)  # the user's random numbers stay as they are
+    noise = torch.randn(position.shape, generator=generator, dtype=position.dtype).to(position.device)
+    rounded = position * (1 + 4 * torch.finfo(position.dtype).eps * noise)
+    growth: dict[float, float] = {}  # by factor, what becomes of a rounding error at the start
+    finite = _num_finite(block(*moved(position, _FACTORS[-1])))  # fewer are where steps leave for infinity
+    for factor in _FACTORS:
+        growth[factor] = math.inf
+        with suppress(RuntimeError):  # too far out for the model, as where a matrix has no Cholesky factor
+            expected = block(*moved(position, factor))
+            if _num_finite(expected) == finite:
+                growth[factor] = _deviation(block(*moved(rounded, factor)), expected)
+        if growth[factor] <= 0.1 * tolerance(position):
+            break
+    factor = min(growth, key=growth.__getitem__)
+    if finite == 0:
+        raise CompilationError("it can't be checked where nothing is finite")
+    if not growth[factor] <= 0.01:
+        raise CompilationError("it can't be checked: a rounding error grows to 1 % within steps of any size")
+    allowed = max(tolerance(position), 10 * growth[factor])
+    errors = []
+    for number in range(1 + NUDGES):  # a difference at a kink is gone at a nudged point
+        given = moved(position + nudge(position, number), factor)
+        errors.append(_deviation(run(*given), block(*given)))
+        if errors[-1] <= allowed:
+            return
+    raise CompilationError(
+        f"its {len(inputs[parts + 1])} steps of {factor:g} times the step size come out off by "
+        f"{errors[0]:.1g}, relative to the same steps uncompiled"
+    )
+
+
+def _num_finite(results: Sequence[Tensor]) -> int:
+    return sum(int(result.isfinite().sum()) for result in results[:-1])
+
+
+def _deviation(results: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """The largest relative error, over state, energies and gradients, but not their sum."""
+    return max(relative_error(r, w) for r, w in zip(results[:-1], wanted[:-1], strict=True))
+
+
+def _total(position: Tensor, energy: Tensor, gradient: Tensor) -> Tensor:
+    return position.sum() + energy.sum() + gradient.sum()
