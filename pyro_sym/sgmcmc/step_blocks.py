@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,11 @@ __all__ = ["FusedSteps", "State", "Step", "block_length"]
 State = tuple[Tensor, ...]
 """What a step carries on; the position, of shape ``(C, d)``, comes first."""
 
-Step = Callable[[State, Tensor, Tensor, Tensor, Tensor], State]
-"""From state, gradient and noise, both ``(C, d)``, step size (0-d) and temperature (0-d or ``(C, 1)``)."""
+Step = Callable[..., State]
+"""From state, gradient ``(C, d)``, noise, step size (0-d) and temperature (0-d or ``(C, 1)``) to a state.
+
+One that evaluates again also takes ``energy`` ``(C,)`` and ``gradient_at``, as a kernel's step does.
+"""
 
 
 def block_length(size: int) -> int:
@@ -47,7 +51,8 @@ class FusedSteps:
         s_{i+1} = \mathrm{step}(s_i, g_i, \xi_i, h_i, T_i), \qquad
         g_{i+1} = \nabla U(s_{i+1}^{(0)}; b_i), \qquad i = 0, \dots, k - 1,
 
-    so that the position it ends at has its energy and gradient, those that the next block begins with.
+    so that the position it ends at has its energy and gradient, those that the next block begins with. A step
+    that evaluates again does so on the minibatch of its own gradient, :math:`b_{i-1}`.
 
     The block is compiled by ``torch._inductor`` on the first call for inputs of given shapes, which takes
     seconds, and kept in its cache directory for later runs, for other data of the same shapes, too. Where
@@ -57,6 +62,7 @@ class FusedSteps:
         gradient: made with ``jit="compile"``; its ``mode`` and ``reason`` tell of a fallback.
         step: a pure function of tensors: it must neither change its arguments, nor read their values, nor
             draw random numbers.
+        second_gradient: whether it evaluates again, within the step.
 
     Raises:
         ValueError: if ``gradient`` was made with another ``jit``.
@@ -71,11 +77,12 @@ class FusedSteps:
         'compile'
     """
 
-    def __init__(self, gradient: Gradient, step: Step) -> None:
+    def __init__(self, gradient: Gradient, step: Step, second_gradient: bool = False) -> None:
         if gradient.jit != "compile":
             raise ValueError(f"the gradient was made with jit={gradient.jit!r}; make it with jit='compile'")
         self.gradient = gradient
         self.step = step
+        self.second_gradient = second_gradient
         self._prepared: dict[Any, Function] = {}
 
     def __call__(
@@ -86,16 +93,19 @@ class FusedSteps:
         indices: Mapping[str, Tensor],
         step_sizes: Tensor,
         temperatures: Tensor,
+        energy: Tensor | None = None,
     ) -> tuple[State, Tensor, Tensor, float]:
         """Take as many steps as there is noise for.
 
         Args:
             state: its first part the position, of shape ``(C, d)``.
             gradient: at that position, of shape ``(C, d)``.
-            noise: standard normal draws, of shape ``(k, C, d)``.
-            indices: rows by subsampled plate, of shape ``(k, C, B)``, or ``(k, B)`` if chains share them.
+            noise: standard normal draws, of shape ``(k, C, d)``, or ``(k, noises, C, d)``.
+            indices: rows by subsampled plate, of shape ``(k, C, B)``, or ``(k, B)`` if chains share them; of
+                steps that evaluate again one more, those of the gradient before the others.
             step_sizes: of shape ``(k,)``.
             temperatures: of shape ``(k,)``, or ``(k, C, 1)`` with one for each chain.
+            energy: at the position, of shape ``(C,)``, for steps that evaluate again.
 
         Returns:
             The state after the steps; the energies, of shape ``(C,)``, and gradients, of shape ``(C, d)``, at
@@ -103,14 +113,17 @@ class FusedSteps:
             finite if they are.
         """
         if self.gradient.mode != "compile":
-            after, energy, slope = self.one_by_one(state, gradient, noise, indices, step_sizes, temperatures)
+            after, energy, slope = self.one_by_one(
+                state, gradient, noise, indices, step_sizes, temperatures, energy
+            )
             return after, energy, slope, float(_total(after[0], energy, slope))
         inputs = [*state, gradient, noise, step_sizes, temperatures, *indices.values()]
+        inputs += [] if energy is None else [energy]
         key = (*indices, *[tensor.shape for tensor in inputs])
         run = self._prepared.get(key)
         if run is None:
-            self._prepare(key, state, gradient, noise, indices, step_sizes, temperatures)
-            return self(state, gradient, noise, indices, step_sizes, temperatures)
+            self._prepare(key, inputs, len(state), indices)
+            return self(state, gradient, noise, indices, step_sizes, temperatures, energy)
         *parts, energy, slope, total = run(*inputs)
         return tuple(parts), energy, slope, float(total)
 
@@ -122,9 +135,10 @@ class FusedSteps:
         indices: Mapping[str, Tensor],
         step_sizes: Tensor,
         temperatures: Tensor,
+        energy: Tensor | None = None,
     ) -> tuple[State, Tensor, Tensor]:
         """The same steps without fusing them; arguments and results as of a call."""
-        return self._loop(self.gradient, state, gradient, noise, indices, step_sizes, temperatures)
+        return self._loop(self.gradient, state, gradient, noise, indices, step_sizes, temperatures, energy)
 
     def _loop(
         self,
@@ -135,32 +149,30 @@ class FusedSteps:
         indices: Mapping[str, Tensor],
         step_sizes: Tensor,
         temperatures: Tensor,
+        energy: Tensor | None = None,
     ) -> tuple[State, Tensor, Tensor]:
+        again = self.second_gradient
         for i in range(len(noise)):
-            state = self.step(state, gradient, noise[i], step_sizes[i], temperatures[i])
-            minibatch = Minibatch({name: rows[i] for name, rows in indices.items()})
+            more: dict[str, Any] = {}
+            if again:
+                own = Minibatch({name: rows[i] for name, rows in indices.items()})
+                more = {"energy": energy, "gradient_at": partial(gradient_at, minibatch=own)}
+            state = self.step(state, gradient, noise[i], step_sizes[i], temperatures[i], **more)
+            minibatch = Minibatch({name: rows[i + again] for name, rows in indices.items()})
             energy, gradient = gradient_at(state[0], minibatch)
+        assert energy is not None
         return state, energy, gradient
 
-    def _prepare(
-        self,
-        key: Any,
-        state: State,
-        gradient: Tensor,
-        noise: Tensor,
-        indices: Mapping[str, Tensor],
-        step_sizes: Tensor,
-        temperatures: Tensor,
-    ) -> None:
+    def _prepare(self, key: Any, inputs: list[Tensor], parts: int, indices: Mapping[str, Tensor]) -> None:
         """Compile the steps for inputs of these shapes, or fall back."""
         from pyro_sym.graph.aot import CompilationError, compiled
 
-        names, parts = tuple(indices), len(state)
+        position, names = inputs[0], tuple(indices)
         first = Minibatch({name: rows[0] for name, rows in indices.items()})
-        reference = _Reference(self.gradient, state[0], first)
+        reference = _Reference(self.gradient, position, first)
         try:
-            graph = self.gradient.graph(state[0], first)
-            reference.check(straight_line(graph, [state[0], *first.indices.values()]))
+            graph = self.gradient.graph(position, first)
+            reference.check(straight_line(graph, [position, *first.indices.values()]))
         except UnbatchableError as error:
             self.gradient._do_not_compile(error)
             return
@@ -168,20 +180,18 @@ class FusedSteps:
             self.gradient._run_the_model(error, reference.seconds)
             return
 
+        def evaluate(position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
+            return graph(position, *minibatch.indices.values())
+
         def block(*inputs: Tensor) -> tuple[Tensor, ...]:
-            gradient, noise, step_sizes, temperatures, *rows = inputs[parts:]
+            gradient, noise, step_sizes, temperatures, *rest = inputs[parts:]
+            rows = dict(zip(names, rest, strict=False))
+            energy = rest[-1] if self.second_gradient else None
             after, energy, slope = self._loop(
-                lambda position, minibatch: graph(position, *minibatch.indices.values()),
-                inputs[:parts],
-                gradient,
-                noise,
-                dict(zip(names, rows, strict=True)),
-                step_sizes,
-                temperatures,
+                evaluate, inputs[:parts], gradient, noise, rows, step_sizes, temperatures, energy
             )
             return (*after, energy, slope, _total(after[0], energy, slope))
 
-        inputs = [*state, gradient, noise, step_sizes, temperatures, *indices.values()]
         try:
             with torch.no_grad():
                 run = compiled(simplify(trace(block, inputs), inputs), inputs)
@@ -197,11 +207,11 @@ _FACTORS = (100.0, 10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4)
 
 
 def _check_block(run: Function, block: Function, inputs: list[Tensor], parts: int) -> None:
-    """Raise unless compiled steps come to what the same steps come to uncompiled.
+    """Raise unless compiled steps give what the same steps give uncompiled.
 
-    Where the dynamics is unstable or chaotic, two right computations are far apart after a few steps; where
-    steps are short, a wrong order of noise or rows changes little. So they are compared with the longest
-    steps of a few that carry a rounding error no further.
+    Where the dynamics is unstable or chaotic, two right computations differ a lot after a few steps; where
+    steps are short, a wrong order of noise or rows changes little. So they are compared at the longest of
+    a few step sizes at which a rounding error doesn't grow.
 
     Args:
         run: the compiled block.

@@ -18,10 +18,11 @@ from pyro_sym.draws.memory import Draws, DrawsInMemory
 from pyro_sym.draws.store import DrawsOnDisk, Store, block_of_draws, random_state, set_random_state
 from pyro_sym.draws.summaries import diagnose, print_table, without_diverged
 from pyro_sym.sgmcmc.chains import Chains, Divergence
-from pyro_sym.sgmcmc.kernel import Options, StochasticGradientKernel
-from pyro_sym.sgmcmc.kernels import BAOA, SGHMC
+from pyro_sym.sgmcmc.kernel import Options
 from pyro_sym.sgmcmc.progress import Bar, Callback, Progress, asks_to_stop
+from pyro_sym.sgmcmc.pyro_driver import StochasticGradientKernel
 from pyro_sym.sgmcmc.start import refuse_copies
+from pyro_sym.sgmcmc.underdamped import BAOA, SGHMC
 
 __all__ = ["VectorizedMCMC", "deep_ensemble"]
 
@@ -70,7 +71,7 @@ class VectorizedMCMC:
             64 MB.
 
     Attributes:
-        diverged: by chain, a :class:`~pyro_sym.sgmcmc.chains.Divergence` with step and reason.
+        diverged: by chain, a :class:`~pyro_sym.draws.divergence.Divergence` with step and reason.
         sampling_time: seconds that the draws took, warm-up included, and those before a crash.
 
     Raises:

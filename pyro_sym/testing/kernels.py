@@ -14,9 +14,9 @@ import torch
 from pyro.infer import MCMC
 from torch import Tensor
 
-from pyro_sym.sgmcmc.chains import State
-from pyro_sym.sgmcmc.kernel import Schedule, StochasticGradientKernel
+from pyro_sym.sgmcmc.kernel import Schedule, State
 from pyro_sym.sgmcmc.preconditioners import Identity
+from pyro_sym.sgmcmc.pyro_driver import StochasticGradientKernel
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC
 from pyro_sym.testing.laws import Z_LIMIT, compare, require, try_laws
 
@@ -37,7 +37,7 @@ def check_kernel_contract(
     That it runs in ``pyro.infer.MCMC`` and :class:`~pyro_sym.VectorizedMCMC`, in single and in double
     precision; that a run is reproduced by its seed, and another seed gives another; that at :math:`T = 0`
     the seed makes no difference, no random number is consumed, and the energy falls; that momenta start at
-    :math:`N(0, T / G)`, if it has them; that :meth:`~pyro_sym.StochasticGradientKernel.move` is a pure
+    :math:`N(0, T / G)`, if it has them; that :meth:`~pyro_sym.StochasticGradientKernel.step` is a pure
     function of tensors that takes chains by themselves and scalars as tensors (as compiled steps pass them);
     that all it depends on is in its state, so that a run can be resumed.
 
@@ -73,8 +73,8 @@ def check_kernel_contract(
         >>> testing.check_kernel_contract(partial(SGLD, step_size=0.1))
 
         >>> class TooWarm(SGLD):
-        ...     def move(self, *args, temperature, **options):
-        ...         return super().move(*args, temperature=2 * temperature, **options)
+        ...     def step(self, *args, temperature, **options):
+        ...         return super().step(*args, temperature=2 * temperature, **options)
         >>> testing.check_kernel_contract(partial(TooWarm, step_size=0.1))
         Traceback (most recent call last):
         ...
@@ -145,14 +145,14 @@ def _runs_in_both_drivers(case: _Case) -> None:
     for dtype in (torch.float32, torch.float64):
         mcmc = MCMC(case.kernel(_normal(3, dtype)), num_samples=4, warmup_steps=1, disable_progbar=True)
         mcmc.run()
-        _look_at(f"{case.name} in MCMC", mcmc.get_samples()["x"], (4, 3), dtype)
+        _check_draws(f"{case.name} in MCMC", mcmc.get_samples()["x"], (4, 3), dtype)
         vectorized = VectorizedMCMC(case.kernel(_normal(3, dtype)), 4, 1, num_chains=2, disable_progbar=True)
         vectorized.run()
         draws = vectorized.get_samples(group_by_chain=True)["x"]
-        _look_at(f"{case.name} in VectorizedMCMC", draws, (2, 4, 3), dtype)
+        _check_draws(f"{case.name} in VectorizedMCMC", draws, (2, 4, 3), dtype)
 
 
-def _look_at(where: str, draws: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _check_draws(where: str, draws: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     require(
         draws.shape == shape and draws.dtype == dtype,
         f"{where}: draws of shape {tuple(draws.shape)} and {draws.dtype}, not {shape} and {dtype}",
@@ -197,15 +197,15 @@ def _is_deterministic_when_cold(case: _Case) -> None:
 
 
 def _starts_at_its_temperature(case: _Case) -> None:
-    """initial_state()."""
+    """init()."""
     mass = 0.5
     for temperature in (0.0, 0.25, 2.0):
         kernel = case.kernel(_normal(500), temperature)
         position = torch.randn(64, 500, dtype=torch.float64)
         noise = torch.randn_like(position) if temperature else torch.zeros_like(position)
-        state = kernel.initial_state(position, noise, temperature, mass, [500])
-        compare(f"{case.name}: initial_state() moves the position", {"x": state[0]}, {"x": position})
-        if not kernel.has_momentum:
+        state = kernel.init(position, noise, temperature=temperature, inverse_mass=mass, sizes=[500])
+        compare(f"{case.name}: init() moves the position", {"x": state[0]}, {"x": position})
+        if not kernel.needs.momentum:
             continue
         kinetic = float((mass * state[1] ** 2).mean())
         allowed = Z_LIMIT * temperature * math.sqrt(2 / position.numel())
@@ -217,7 +217,7 @@ def _starts_at_its_temperature(case: _Case) -> None:
 
 
 def _steps_are_pure(case: _Case) -> None:
-    """The method move()."""
+    """The method step()."""
     for dtype in (torch.float32, torch.float64):
         _steps_are_pure_in(case, dtype)
 
@@ -227,31 +227,31 @@ def _steps_are_pure_in(case: _Case, dtype: torch.dtype) -> None:
     kernel = case.kernel(_normal(6))
     numbers = {"step_size": kernel.step_size_at(0), "temperature": 1.0, "inverse_mass": 1.0}
     position, gradient, noise, start = torch.randn(4, 5, 6, dtype=dtype).unbind()
-    state = kernel.initial_state(position, start, 1.0, 1.0, [4, 2])
+    state = kernel.init(position, start, temperature=1.0, inverse_mass=1.0, sizes=[4, 2])
     before = [part.clone() for part in (*state, gradient, noise)]
 
-    def move(scalars: Mapping[str, Any] = numbers, rows: slice = slice(None)) -> dict[str, Tensor]:
-        moved = kernel.move(tuple(part[rows] for part in state), gradient[rows], noise[rows], **scalars)
+    def step(scalars: Mapping[str, Any] = numbers, rows: slice = slice(None)) -> dict[str, Tensor]:
+        moved = kernel.step(tuple(part[rows] for part in state), gradient[rows], noise[rows], **scalars)
         return {f"part {i} of the state": part for i, part in enumerate(moved)}
 
-    moved = move()
+    moved = step()
     for name, part, old in zip(moved, moved.values(), state, strict=True):
         require(
             part.shape == old.shape and part.dtype == old.dtype,
-            f"{case.name}: move() turns {name} from {tuple(old.shape)}, {old.dtype} into "
+            f"{case.name}: step() turns {name} from {tuple(old.shape)}, {old.dtype} into "
             f"{tuple(part.shape)}, {part.dtype}",
         )
     unchanged = all(map(torch.equal, (*state, gradient, noise), before))
-    require(unchanged, f"{case.name}: move() changes its inputs")
+    require(unchanged, f"{case.name}: step() changes its inputs")
     what = "draws random numbers of its own, or keeps something outside of the state"
-    compare(f"{case.name}: move() called again gives another result, so it {what}", move(), moved)
+    compare(f"{case.name}: step() called again gives another result, so it {what}", step(), moved)
     one = slice(2, 3)
     alone = {name: part[one] for name, part in moved.items()}
-    compare(f"{case.name}: a chain moves otherwise by itself than beside others", move(rows=one), alone)
+    compare(f"{case.name}: a chain moves otherwise by itself than beside others", step(rows=one), alone)
     for scalars in (numbers, {**numbers, "temperature": 0.0}):
         tensors = {name: torch.tensor(value, dtype=dtype) for name, value in scalars.items()}
         what = f"tensors instead of numbers for {', '.join(scalars)} change a step"
-        compare(f"{case.name}: {what}", move(tensors), move(scalars))
+        compare(f"{case.name}: {what}", step(tensors), step(scalars))
 
 
 def _can_be_resumed(case: _Case) -> None:
@@ -342,7 +342,7 @@ def _linear_step(
 ) -> tuple[Tensor, Tensor] | None:
     """A and b of a step on a Gaussian, if it is linear in state and noise."""
     zero = torch.zeros(1, 1, dtype=torch.float64)
-    parts = kernel.initial_state(zero, zero, temperature, mass, [1])
+    parts = kernel.init(zero, zero, temperature=temperature, inverse_mass=mass, sizes=[1])
     if any(part.shape != (1, 1) for part in parts):
         return None
     k = len(parts)
@@ -350,7 +350,7 @@ def _linear_step(
     def step(rows: Tensor) -> Tensor:
         state: State = tuple(rows[:, i : i + 1] for i in range(k))
         numbers = {"step_size": step_size, "temperature": temperature, "inverse_mass": mass}
-        return torch.cat(kernel.move(state, curvature * state[0], rows[:, k:], **numbers), 1)
+        return torch.cat(kernel.step(state, curvature * state[0], rows[:, k:], **numbers), 1)
 
     columns = step(torch.eye(k + 1, dtype=torch.float64)).mT
     anywhere = torch.randn(8, k + 1, dtype=torch.float64)

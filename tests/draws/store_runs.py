@@ -22,8 +22,8 @@ import zarr  # noqa: F401
 from torch import Tensor
 
 from pyro_sym.sgmcmc.chains import Chains
-from pyro_sym.sgmcmc.kernels import BAOA
 from pyro_sym.sgmcmc.preconditioners import PerSite
+from pyro_sym.sgmcmc.underdamped import BAOA
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC
 
 

@@ -12,9 +12,9 @@ import xarray as xr
 from pyro_sym import open_run
 from pyro_sym.draws import store
 from pyro_sym.sgmcmc.chains import Chains
-from pyro_sym.sgmcmc.kernels import SGHMC
 from pyro_sym.sgmcmc.preconditioners import PerSite
 from pyro_sym.sgmcmc.schedules import Cyclical
+from pyro_sym.sgmcmc.underdamped import SGHMC
 from tests.draws.test_store import CASES, Crash, crash_at, crashed, inject_nan, kernel, results, run, same
 
 pytestmark = pytest.mark.usefixtures("float64")

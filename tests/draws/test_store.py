@@ -27,12 +27,15 @@ from pyro_sym.draws.reader import StoredArrays
 from pyro_sym.errors import DivergenceError
 from pyro_sym.model import gradient
 from pyro_sym.model.minibatch import Loader, PlateRows
-from pyro_sym.sgmcmc.chains import Chains, _Ahead
-from pyro_sym.sgmcmc.kernel import StochasticGradientKernel
-from pyro_sym.sgmcmc.kernels import BAOA, SGHMC, SGLD, SGNHT
+from pyro_sym.sgmcmc.chains import Chains
+from pyro_sym.sgmcmc.nose_hoover import SGNHT
+from pyro_sym.sgmcmc.overdamped import SGLD
 from pyro_sym.sgmcmc.preconditioners import PerSite, RMSprop
+from pyro_sym.sgmcmc.prefetch import Prefetcher
+from pyro_sym.sgmcmc.pyro_driver import StochasticGradientKernel
 from pyro_sym.sgmcmc.schedules import Cyclical
 from pyro_sym.sgmcmc.step_blocks import FusedSteps
+from pyro_sym.sgmcmc.underdamped import BAOA, SGHMC
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC
 from tests.draws.store_runs import results
 
@@ -239,7 +242,7 @@ def test_numbers_drawn_ahead_for_compiled_steps(tmp_path: Path, monkeypatch: pyt
         crashed(path, compiled(), draw)
         assert len(torch.load(path / "state.pt")["chains"]["ahead"][0]["blocks"]) > 0
         assert same(results(run(compiled(), store=path, resume=True, seed=2)), expected)
-    monkeypatch.setattr(_Ahead, "load_state_dict", lambda self, state, device: None)
+    monkeypatch.setattr(Prefetcher, "load_state_dict", lambda self, state, device: None)
     crashed(tmp_path / "forgotten", compiled(), 10)
     forgotten = results(run(compiled(), store=tmp_path / "forgotten", resume=True))
     assert not same(forgotten["samples"], expected["samples"])
@@ -251,7 +254,7 @@ def test_a_fallback_is_gone_back_to(tmp_path: Path) -> None:
     state = chains.state_dict()
     state["gradients"] = [{"mode": "eager", "reason": "it branches"}]
     chains.load_state_dict(state)
-    assert isinstance(chains._gradient_of, gradient.Gradient) and chains._gradient_of.mode == "eager"
+    assert isinstance(chains.gradient_of, gradient.Gradient) and chains.gradient_of.mode == "eager"
 
 
 # --- what ends a run ----------------------------------------------------------------------------------------
@@ -428,7 +431,7 @@ def test_blocks_are_a_twentieth_of_the_run_or_64_megabytes() -> None:
     chains = kernel().start((X, Y), num_chains=2)
     assert store.block_of_draws(chains, 1000) == 50
     assert store.block_of_draws(chains, 7) == 1
-    chains.state = (torch.zeros(2, 1_000_000),)
+    chains.shards[0].state = (torch.zeros(2, 1_000_000),)
     assert store.block_of_draws(chains, 1000) == 4
 
 

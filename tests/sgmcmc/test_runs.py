@@ -22,10 +22,12 @@ from pyro_sym.graph import aot as package
 from pyro_sym.graph.codegen import straight_line
 from pyro_sym.model import gradient
 from pyro_sym.sgmcmc.chains import Chains
-from pyro_sym.sgmcmc.kernel import StochasticGradientKernel
-from pyro_sym.sgmcmc.kernels import BAOA, SGHMC, SGLD, SGNHT, LeimkuhlerMatthews
+from pyro_sym.sgmcmc.nose_hoover import SGNHT
+from pyro_sym.sgmcmc.overdamped import SGLD, LeimkuhlerMatthews
 from pyro_sym.sgmcmc.preconditioners import PerSite
 from pyro_sym.sgmcmc.progress import Bar, Progress
+from pyro_sym.sgmcmc.pyro_driver import StochasticGradientKernel
+from pyro_sym.sgmcmc.underdamped import BAOA, SGHMC
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC, deep_ensemble
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -360,7 +362,7 @@ def test_each_chain_of_a_ladder_is_that_of_its_temperature(
 
 def test_large_chains_of_a_ladder_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = torch.randn(12, 3, 3)  # they draw it in another order
-    monkeypatch.setattr(Chains, "_noise", lambda self, group: noise[self.step][group])
+    monkeypatch.setattr(Chains, "_noise", lambda self, shard: noise[self.step][shard.rows])
     together = laddered(BAOA, LADDER).get_samples(group_by_chain=True)
     monkeypatch.setattr(gradient, "LARGE", 1)
     torch.testing.assert_close(laddered(BAOA, LADDER).get_samples(group_by_chain=True), together)
@@ -526,8 +528,8 @@ GOOD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
         ),
         ({"optimizer": torch.optim.SGD(weights(), **GOOD), "lr": 0.1}, ValueError, "optimizer and lr are"),
         ({"optimizer": torch.optim.SGD(weights(), **GOOD), "momentum": 0.1}, ValueError, "and momentum are"),
-        ({}, TypeError, "wants the momentum"),
-        ({"momentum": 0.9}, TypeError, "wants the learning rate"),
+        ({}, TypeError, "needs the momentum"),
+        ({"momentum": 0.9}, TypeError, "needs the learning rate"),
     ],
 )
 def test_optimizers_that_no_kernel_is_like(arguments: Any, error: type[Exception], message: str) -> None:

@@ -20,8 +20,8 @@ from pyro_sym.model import gradient as gradient_module
 from pyro_sym.model.gradient import Gradient
 from pyro_sym.model.minibatch import Minibatch, draw_indices
 from pyro_sym.model.potential import Potential
-from pyro_sym.sgmcmc.kernels import BAOA
 from pyro_sym.sgmcmc.step_blocks import FusedSteps, _check_block, block_length
+from pyro_sym.sgmcmc.underdamped import BAOA
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC
 
 needs_compiler = pytest.mark.skipif(

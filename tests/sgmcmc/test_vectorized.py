@@ -20,10 +20,12 @@ from pyro_sym.errors import DivergenceError
 from pyro_sym.model import gradient
 from pyro_sym.model.minibatch import Minibatch
 from pyro_sym.sgmcmc.chains import Chains
-from pyro_sym.sgmcmc.kernel import StochasticGradientKernel
-from pyro_sym.sgmcmc.kernels import BAOA, SGHMC, SGLD, SGNHT, LeimkuhlerMatthews
+from pyro_sym.sgmcmc.nose_hoover import SGNHT
+from pyro_sym.sgmcmc.overdamped import SGLD, LeimkuhlerMatthews
 from pyro_sym.sgmcmc.preconditioners import PerSite, RMSprop
+from pyro_sym.sgmcmc.pyro_driver import StochasticGradientKernel
 from pyro_sym.sgmcmc.thermometers import kinetic_band
+from pyro_sym.sgmcmc.underdamped import BAOA, SGHMC
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC, deep_ensemble
 from tests.conftest import Z_LIMIT
 
@@ -125,7 +127,7 @@ def test_large_chains_one_after_the_other_are_the_same(monkeypatch: pytest.Monke
     data = torch.randn(20), torch.randn(20)
     options: dict[str, Any] = {"num_samples": 6, "num_chains": 3, "thinning": 2}
     noise = torch.randn(12, 3, 2)  # they draw it in another order
-    monkeypatch.setattr(Chains, "_noise", lambda self, group: noise[self.step][group])
+    monkeypatch.setattr(Chains, "_noise", lambda self, shard: noise[self.step][shard.rows])
     together = run(BAOA(regression, step_size=0.01), *data, **options)
     monkeypatch.setattr(gradient, "LARGE", 1)
     apart = run(BAOA(regression, step_size=0.01), *data, **options)
