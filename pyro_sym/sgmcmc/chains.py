@@ -7,13 +7,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, Literal
 
 import pyro
 import torch
 from torch import Tensor
 
+from pyro_sym.draws.divergence import Divergence
 from pyro_sym.errors import DivergenceError
 from pyro_sym.model.gradient import ChainGradient, groups, potential_on
 from pyro_sym.model.minibatch import Loader, Minibatch, PlateRows
@@ -25,21 +26,13 @@ from pyro_sym.sgmcmc.step_blocks import FusedSteps, block_length
 if TYPE_CHECKING:
     from pyro_sym.sgmcmc.kernel import StochasticGradientKernel
 
-__all__ = ["Chains", "Divergence", "State", "Temperature"]
+__all__ = ["Chains", "State", "Temperature"]
 
 Temperature = float | tuple[float, ...]
 """Of one step: that of all chains, or one for each chain."""
 
 State = tuple[Tensor, ...]
 """What a dynamics carries from step to step: the positions ``(C, d)``, then what it needs besides."""
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """The end of a chain: at which step, and what was the first thing not finite, in words."""
-
-    step: int
-    what: str
 
 
 class Chains:
