@@ -1,4 +1,4 @@
-"""What keeps draws, and what it expects of the chains that it keeps them for."""
+"""The contract between what keeps draws and the chains that they come from."""
 
 from __future__ import annotations
 
@@ -19,12 +19,17 @@ __all__ = ["DrawingChains", "Draws", "StatisticsRecorder", "copy_draw"]
 class DrawingChains(Protocol):
     """Chains side by side, as far as their draws are concerned."""
 
-    potential: Potential
-    diverged: dict[int, Divergence]
+    @property
+    def potential(self) -> Potential:
+        """Of the model, which knows its sites."""
 
     @property
     def position(self) -> Tensor:
         """Unconstrained values, of shape ``(C, d)``."""
+
+    @property
+    def diverged(self) -> Mapping[int, Divergence]:
+        """The divergences so far, by chain."""
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain containers that the rest of the run depends on."""
@@ -36,8 +41,8 @@ class DrawingChains(Protocol):
 class StatisticsRecorder(Protocol):
     """Records statistics of draws besides their positions.
 
-    Which statistics there are, and their shapes, is up to the recorder: each has the shape ``(draws, C,
-    ...)``. One with a value for each latent site has a name that starts with ``site_``.
+    Which statistics there are is up to the recorder. Each has the shape ``(draws, C)`` or ``(draws, C, k)``;
+    if ``k`` is the number of latent sites, it has the dim ``latent_site``.
     """
 
     def append(self) -> None:

@@ -177,17 +177,12 @@ def _variables(
     stats = {name: stat[0] for name, stat in recorder.take().items()}  # each (C, ...)
     stats["diverging"] = torch.zeros(len(chains.position), dtype=torch.bool)
 
-    def variable(group: str, name: str, value: Tensor, dims: list[str]) -> Variable:
+    def variable(group: str, name: str, value: Tensor) -> Variable:
         shape = (len(chains.position), num_samples, *value.shape[1:])
+        dims = [f"{name}_dim_{axis}" for axis in range(value.dim() - 1)]
+        if group == "sample_stats" and value.shape[1:] == (len(sites),):
+            dims = ["latent_site"]
         return Variable(group, name, shape, ("chain", "draw", *dims), to_numpy(value[:0]).dtype)
 
-    def axes(name: str, value: Tensor) -> list[str]:
-        return [f"{name}_dim_{axis}" for axis in range(value.dim() - 1)]
-
-    return [
-        *(variable("posterior", sites[site], v, axes(sites[site], v)) for site, v in values.items()),
-        *(
-            variable("sample_stats", name, v, ["latent_site"] if name.startswith("site_") else axes(name, v))
-            for name, v in stats.items()
-        ),
-    ]
+    posterior = [variable("posterior", sites[site], value) for site, value in values.items()]
+    return posterior + [variable("sample_stats", name, value) for name, value in stats.items()]

@@ -66,9 +66,9 @@ class ReadableRun(ABC):
         """
         draws = self._drawn()
         report = diagnose(without_diverged(draws.samples(), draws.diverging()))
-        chains = self.chain_reports()
+        reports = self._diagnostics
         for name in ("divergences", "sample_stats"):
-            report[name] = {f"chain {chain}": own[name] for chain, own in enumerate(chains)}
+            report[name] = {f"chain {chain}": own[name] for chain, own in enumerate(reports)}
         return report
 
     def summary(self, prob: float = 0.9) -> None:
@@ -88,14 +88,15 @@ class ReadableRun(ABC):
         for chain, divergence in self.diverged.items():
             print(f"chain {chain} diverged at step {divergence.step}: {divergence.what}")
 
-    def chain_reports(self) -> list[dict[str, Any]]:
-        """For each chain, its ``"divergences"`` and its ``"sample_stats"`` of shape ``(draws, ...)``."""
+    @property
+    def _diagnostics(self) -> list[dict[str, Any]]:
+        """A report a chain, under the name and in the format that Pyro's ``MCMC`` has."""
         draws = self._drawn()
         stats, diverging = draws.statistics(), draws.diverging()
         return [
             {
                 "divergences": diverging[:, chain].nonzero().flatten().tolist(),
-                "sample_stats": {name: values[:, chain] for name, values in stats.items()},
+                "sample_stats": {name: values[:, chain] for name, values in stats.items()},  # (draws, ...)
             }
             for chain in range(self.num_chains)
         ]

@@ -128,7 +128,7 @@ def _from_store(
     if run.num_samples == 0:
         raise ValueError(f"there are no draws in {run.path} yet; export it again when there are")
     draws = run.get_samples(group_by_chain=True)
-    stats = _mcmc_stats(run.chain_reports(), draws)
+    stats = _mcmc_stats(run._diagnostics, draws)
     dims: dict[str, list[str | None]] = {name: [LATENT_SITE] for name in stats if name.startswith("site_")}
     coords = {LATENT_SITE: run.sites} if dims else {}
     return Fit(draws, model, args, kwargs, stats, run.attrs, coords=coords, dims=dims)

@@ -288,11 +288,6 @@ class VectorizedMCMC(ReadableRun):
         """Constrained values by site, ``(C, draws, *shape)``, under the name that Pyro's MCMC has."""
         return None if self._draws is None else self._draws.samples()
 
-    @property
-    def _diagnostics(self) -> list[dict[str, Any]]:
-        """A report a chain, under the name that Pyro's MCMC has."""
-        return [] if self._draws is None else self.chain_reports()
-
     def _drawn(self) -> Draws:
         if self._draws is None or self._draws.num_draws == 0:
             raise ValueError(f"there are no draws: {self._ended}")

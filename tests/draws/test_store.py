@@ -409,7 +409,8 @@ def test_memory_is_that_of_a_block(tmp_path: Path) -> None:
     sampler = run(kernel(), store=tmp_path / "run")
     assert isinstance(sampler._draws, on_disk.DrawsOnDisk)
     assert len(sampler._draws._positions) == 3
-    assert sampler._draws._recorder._blocks == {} and sampler._draws._recorder._pending == []
+    recorder: Any = sampler._draws._recorder
+    assert recorder._blocks == {} and recorder._pending == []
 
 
 def test_chunks_hold_whole_blocks_and_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
