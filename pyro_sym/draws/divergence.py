@@ -1,4 +1,4 @@
-"""How a chain ended."""
+"""How a chain ended, if it diverged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Divergence:
     """The end of a chain.
 
     Attributes:
-        step: at which it came.
+        step: at which it diverged.
         what: the first thing that was not finite, in words.
     """
 

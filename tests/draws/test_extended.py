@@ -10,7 +10,7 @@ import torch
 import xarray as xr
 
 from pyro_sym import open_run
-from pyro_sym.draws import store
+from pyro_sym.draws import files
 from pyro_sym.sgmcmc.chains import Chains
 from pyro_sym.sgmcmc.preconditioners import PerSite
 from pyro_sym.sgmcmc.schedules import Cyclical
@@ -90,7 +90,7 @@ def test_extended_twice_and_with_a_crash(tmp_path: Path) -> None:
 
 def test_a_crash_at_any_file_of_an_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = results(run(kernel(), store=tmp_path / "whole"))
-    replacing, left = store._replacing, 0
+    replacing, left = files.replacing, 0
 
     def crashing(path: Path) -> Any:
         nonlocal left
@@ -101,10 +101,10 @@ def test_a_crash_at_any_file_of_an_extension(tmp_path: Path, monkeypatch: pytest
 
     run(kernel(), store=tmp_path / "run", num_samples=5)
     sizes = []
-    for files in range(40):
-        left = files
+    for count in range(40):
+        left = count
         with monkeypatch.context() as patch:
-            patch.setattr(store, "_replacing", crashing)
+            patch.setattr(files, "replacing", crashing)
             crash_at(patch, 0)
             with pytest.raises(Crash):
                 run(kernel(), store=tmp_path / "run", resume=True)

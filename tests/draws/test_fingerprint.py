@@ -30,9 +30,9 @@ from pyro.nn import PyroModule, PyroSample
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
 
-from pyro_sym.draws import fingerprint as module
-from pyro_sym.draws.fingerprint import Fingerprint, fingerprint
-from pyro_sym.draws.identity import start_identified
+from pyro_sym.draws import value_reader
+from pyro_sym.draws.fingerprint import MAX_WORDS, Fingerprint, fingerprint
+from pyro_sym.draws.identity import Identity, identify
 from pyro_sym.nn import BayesianModule, Categorical, IIDPrior
 from pyro_sym.sgmcmc.preconditioners import RMSprop
 from pyro_sym.sgmcmc.schedules import Cyclical
@@ -385,7 +385,7 @@ def test_installed_packages_are_known_by_name() -> None:
 def test_few_places_are_named_and_all_count() -> None:
     values = [[float(i + j) for i in range(5)] for j in range(1000)]
     for j in (0, 999):
-        assert len(words(values)) <= module.MAX_WORDS
+        assert len(words(values)) <= MAX_WORDS
         assert list(change(values, lambda j=j: values[j].__setitem__(3, -1.0))) == ["value"]  # type: ignore[misc]
 
 
@@ -454,23 +454,23 @@ def test_what_can_not_be_read_is_said(tmp_path: Path) -> None:
 
 
 def test_what_is_too_large_or_too_deep_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_OBJECTS", 100)
+    monkeypatch.setattr(value_reader, "MAX_OBJECTS", 100)
     (doubt,) = fingerprint({"model": [[i] for i in range(1000)]}).doubts
     assert doubt == "model[100] and what comes after it: too much to read"
     deep: list[Any] = []
     for _ in range(500):
         deep = [deep]
     assert len(fingerprint({"model": deep}).doubts) == 1
-    monkeypatch.setattr(module, "MAX_BYTES", 100)
+    monkeypatch.setattr(value_reader, "MAX_BYTES", 100)
     many = {"a": torch.zeros(5), "b": np.zeros(11), "c": torch.zeros(99)}
     assert fingerprint({"model": many}).doubts == ["model['b'] and what comes after it: too much to read"]
 
 
 def test_large_tensors_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LARGE", 1)
+    monkeypatch.setattr(value_reader, "LARGE", 1)
     large = torch.zeros(4)
     first = fingerprint({"data": large})
-    monkeypatch.setattr(module, "_bytes", None)
+    monkeypatch.setattr(value_reader, "_bytes", None)
     assert fingerprint({"data": large}, first).words() == first.words()
     large.add_(1)
     with pytest.raises(TypeError):  # it is read again
@@ -500,7 +500,7 @@ class Counting:
 def test_what_a_model_changes_itself_is_said_and_not_compared(tmp_path: Path) -> None:
     model = Counting()
     for resume, calls in ((False, 0), (True, 30)):
-        with pytest.warns(UserWarning, match=r"changes model.calls(, model.seen)? as it runs"):
+        with pytest.warns(UserWarning, match=r"changes model.calls(, model.seen)? when it runs"):
             run(kernel(model=model), store=tmp_path / "run", resume=resume)
         assert model.calls > calls
 
@@ -529,7 +529,7 @@ def test_an_open_file_is_warned_of(tmp_path: Path) -> None:
 
         for resume in (False, True):
             with pytest.warns(
-                UserWarning, match=r"reaches what can't be read: model: variable file: a _io.Text"
+                UserWarning, match=r"depends on objects that can't be read: model: variable file: a _io.Text"
             ):
                 run(kernel(model=model), store=tmp_path / "run", resume=resume)
 
@@ -537,19 +537,18 @@ def test_an_open_file_is_warned_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", ["attribute", "global"])
 def test_another_model_is_refused(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the same model, made anew, goes on."""
-    sampler = {"model": Model(), "num_samples": 9}
 
-    def start(model: Model) -> None:
-        chains, identity = start_identified(lambda: kernel(model=model).start(), {"model": model}, {})
-        assert identity.differences(first.record()) == expected, chains
+    def identity(model: Model) -> Identity:
+        roots = {"model": model}
+        return identify(roots, fingerprint(roots), kernel(model=model).start().potential.program, {})
 
-    _, first = start_identified(lambda: kernel(model=sampler["model"]).start(), {"model": Model()}, {})
-    expected: list[str] = []
-    start(Model())
+    first = identity(Model()).record()
+    assert identity(Model()).differences(first) == []
     if part == "attribute":
-        expected = ["model.loc was 0.0 when it was started and is 100.0 now"]
-        start(Model(100.0))
+        other = identity(Model(100.0))
+        expected = "model.loc was 0.0 when it was started and is 100.0 now"
     else:
         monkeypatch.setattr(sys.modules[__name__], "SCALE", 2.0)
-        expected = ["model.__class__.__call__: global SCALE was 1.0 when it was started and is 2.0 now"]
-        start(Model())
+        other = identity(Model())
+        expected = "model.__class__.__call__: global SCALE was 1.0 when it was started and is 2.0 now"
+    assert other.differences(first) == [expected]

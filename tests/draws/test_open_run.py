@@ -285,7 +285,7 @@ def test_stores_without_checksums_are_read_and_not_resumed(
     assert not (old / "sample_stats/diverging/c").exists()
     assert same(open_run(old).get_samples(), sampler.get_samples())
     assert from_pyro(old)["posterior"].sizes["draw"] == 9
-    with pytest.raises(ValueError, match=r"has format 1, this version .* goes on with 2"):
+    with pytest.raises(ValueError, match=r"has format 1, this version .* resumes format 2"):
         run(kernel(), store=old, resume=True)
 
 
@@ -357,6 +357,6 @@ def test_sites_that_share_a_variable_are_refused(names: list[str], message: str,
 
 def test_a_site_without_values(tmp_path: Path) -> None:
     def chunks(shape: tuple[int, ...]) -> tuple[int, ...]:
-        return store._chunks(store.Variable("posterior", "w", shape, (), torch.zeros(()).numpy().dtype), 5)
+        return store.Variable("posterior", "w", shape, (), torch.zeros(()).numpy().dtype).chunks(5)
 
     assert chunks((2, 100, 0)) == (2, 5, 1)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_sym import from_pyro
-from pyro_sym.draws import store
+from pyro_sym.draws import files, on_disk, store
 from pyro_sym.draws.reader import StoredArrays
 from pyro_sym.errors import DivergenceError
 from pyro_sym.model import gradient
@@ -115,7 +115,7 @@ def crashed(path: Path, sgmcmc: StochasticGradientKernel, draw: int, **options: 
     """A run that ends before a draw (counted with the warm-up), with nothing written afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         crash_at(patch, draw)
-        patch.setattr(store.DrawsOnDisk, "__exit__", lambda self, *_: self._store.close())
+        patch.setattr(on_disk.DrawsOnDisk, "__exit__", lambda self, *_: self._store.close())
         with pytest.raises(Crash):
             run(sgmcmc, store=path, **options)
 
@@ -188,7 +188,7 @@ def test_what_is_forgotten_shows(forgotten: str, tmp_path: Path, monkeypatch: py
     crashed(tmp_path / "crashed", CASES[case](), 7)
     load = Chains.load_state_dict
     if forgotten == "random state":
-        monkeypatch.setattr(store, "set_random_state", lambda state: None)
+        monkeypatch.setattr(on_disk, "set_random_state", lambda state: None)
     elif forgotten == "gradient":
         forget = {"gradient": torch.zeros(2, 7)}
         monkeypatch.setattr(Chains, "load_state_dict", lambda self, state: load(self, {**state, **forget}))
@@ -350,11 +350,11 @@ def test_a_full_disk_is_named_and_the_store_can_be_read(
 
 def test_a_record_that_cannot_be_written_is_the_disks_fault(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    store._save({"a": torch.ones(3)}, tmp_path / "state.pt")
+    files.save({"a": torch.ones(3)}, tmp_path / "state.pt")
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
         with pytest.raises(OSError, match="File too large"):
-            store._save({"a": torch.ones(100_000)}, tmp_path / "state.pt")
+            files.save({"a": torch.ones(100_000)}, tmp_path / "state.pt")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
@@ -410,15 +410,16 @@ def test_sites_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_memory_is_that_of_a_block(tmp_path: Path) -> None:
     sampler = run(kernel(), store=tmp_path / "run")
-    assert isinstance(sampler._draws, store.DrawsOnDisk)
+    assert isinstance(sampler._draws, on_disk.DrawsOnDisk)
     assert len(sampler._draws._positions) == 3
-    assert sampler._draws._recorder._blocks == {} and sampler._draws._recorder._pending == []
+    recorder: Any = sampler._draws._recorder
+    assert recorder._blocks == {} and recorder._pending == []
 
 
 def test_chunks_hold_whole_blocks_and_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     def chunks(shape: tuple[int, ...], block: int) -> tuple[int, ...]:
         variable = store.Variable("posterior", "w", shape, (), torch.zeros(()).numpy().dtype)
-        return store._chunks(variable, block)
+        return variable.chunks(block)
 
     assert chunks((2, 100), 5) == (2, 5)
     assert chunks((2, 100, 10, 10), 5) == (2, 5, 10, 10)
@@ -429,10 +430,10 @@ def test_chunks_hold_whole_blocks_and_few_rows(monkeypatch: pytest.MonkeyPatch) 
 
 def test_blocks_are_a_twentieth_of_the_run_or_64_megabytes() -> None:
     chains = kernel().start((X, Y), num_chains=2)
-    assert store.block_of_draws(chains, 1000) == 50
-    assert store.block_of_draws(chains, 7) == 1
+    assert on_disk.block_of_draws(chains, 1000) == 50
+    assert on_disk.block_of_draws(chains, 7) == 1
     chains.shards[0].state = (torch.zeros(2, 1_000_000),)
-    assert store.block_of_draws(chains, 1000) == 4
+    assert on_disk.block_of_draws(chains, 1000) == 4
 
 
 # --- what is refused ----------------------------------------------------------------------------------------
@@ -484,7 +485,7 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     run(kernel(), store=tmp_path / "run")
-    with pytest.raises(FileExistsError, match="holds a run already; pass resume=True"):
+    with pytest.raises(FileExistsError, match="already holds a run; pass resume=True"):
         run(kernel(), store=tmp_path / "run")
     (tmp_path / "thesis").mkdir()
     with pytest.raises(FileExistsError, match="thesis exists and is no store of draws"):
@@ -526,14 +527,14 @@ def test_two_processes_do_not_write_to_one_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "more"), [("torch", ""), ("pyro", ""), ("python", "code has changed can't")]
+    ("name", "more"), [("torch", ""), ("pyro", ""), ("python", "code has changed can't be checked")]
 )
 def test_other_versions_are_warned_of(name: str, more: str, tmp_path: Path) -> None:
     crashed(tmp_path / "run", kernel(), 10)
     record = torch.load(tmp_path / "run" / "state.pt")
     record["identity"]["versions"][name] = "2.0"
     torch.save(record, tmp_path / "run" / "state.pt")
-    with pytest.warns(UserWarning, match=rf"begun with {name} 2.0 and goes on with.*{more}"):
+    with pytest.warns(UserWarning, match=rf"begun with {name} 2.0 and is resumed with.*{more}"):
         run(kernel(), store=tmp_path / "run", resume=True)
     if name == "python":  # whose byte code is another, but not the values that it works on
         record["identity"]["words"]["model: code"] = "code of another version"
@@ -548,14 +549,14 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     crashed(tmp_path / "run", kernel(), 10)
     record = torch.load(tmp_path / "run" / "state.pt")
     torch.save({**record, "format": 99}, tmp_path / "run" / "state.pt")
-    with pytest.raises(ValueError, match="has format 99, this version of pyro_sym goes on with 2"):
+    with pytest.raises(ValueError, match="has format 99, this version of pyro_sym resumes format 2"):
         run(kernel(), store=tmp_path / "run", resume=True)
 
 
 def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="store_every is 0; pass an integer >= 1"):
         mcmc(kernel(), store=tmp_path / "run", store_every=0)
-    with pytest.raises(ValueError, match="about a store, and none is given"):
+    with pytest.raises(ValueError, match="need a store, but none is given"):
         mcmc(kernel(), store_every=None, resume=True)
     monkeypatch.setitem(sys.modules, "zarr", None)
     with pytest.raises(ImportError, match=r"pip install 'pyro-sym\[store\]'"):
