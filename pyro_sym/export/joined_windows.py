@@ -1,8 +1,4 @@
-"""All rows of the data, where the model shows a part of them at a time.
-
-A subsampled plate is handed one window of successive rows after another, and what the model shows of each is
-put in its place.
-"""
+"""Tensors over all rows of subsampled plates, joined from windows of successive rows."""
 
 from __future__ import annotations
 
@@ -11,33 +7,33 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_sym.model.all_rows import Window, windows
+from pyro_sym.model.all_rows import Window
 
-__all__ = ["Window", "Windows", "windows"]
+__all__ = ["JoinedWindows"]
 
 
-class Windows:
-    """Tensors over all rows, put together from windows.
+class JoinedWindows:
+    """Tensors over all rows, by name.
 
     Attributes:
-        values: the tensors so far, by name.
+        values: what has been joined so far.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
 
     def put(self, name: str, part: Tensor, frames: Iterable[Any], window: Window, event_dim: int = 0) -> None:
-        """Put what a site shows of a window in its place.
+        """Copy the values of a site on the rows of a window into the tensor over all rows.
 
         Args:
-            name: what it goes by.
-            part: of any number of dims in front, the batch dims of the site, and ``event_dim`` more.
+            name: of the tensor.
+            part: of shape ``(*sample_shape, *batch_shape, *event_shape)``.
             frames: the plates around the site.
-            window: the rows that were shown.
+            window: the rows that the model showed.
             event_dim: number of event dims.
         """
         subsampled = {f.dim - event_dim: f for f in frames if f.vectorized and f.name in window}
-        if not subsampled:  # every window shows all of it
+        if not subsampled:  # the same in every window
             self.values.setdefault(name, part)
             return
         if name not in self.values:
