@@ -14,6 +14,7 @@ from torch import Tensor
 from pyro_sym import _arviz
 from pyro_sym.export.api import dataset
 from pyro_sym.export.attrs import read_attr
+from pyro_sym.export.names import legal
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -113,7 +114,7 @@ class FiniteChains:
 
     def tensor(self, group: str, site: str) -> Tensor:
         """All coordinates of a site in these chains, of shape ``(chain, draw, *shape)``."""
-        return torch.from_numpy(dataset(self.data, group)[site.replace("/", ".")].values[self.chains])
+        return torch.from_numpy(dataset(self.data, group)[legal(site)].values[self.chains])
 
 
 def convergence(draws: FiniteChains) -> pd.DataFrame:

@@ -39,11 +39,7 @@ def unconstrained_sizes(data: Any) -> dict[str, int]:
 
 
 def series_by_kind(stats: xr.Dataset | None) -> dict[str, dict[str, xr.DataArray]]:
-    """Temperatures of draws, by kind and site; each of dims ``(chain, draw)``.
-
-    Args:
-        stats: the statistics of a run, if there are any.
-    """
+    """Temperatures in the statistics of a run, by kind and site; each has dims ``(chain, draw)``."""
     return {} if stats is None else {kind: _by_site(stats, kind) for kind in KINDS}
 
 
@@ -144,13 +140,7 @@ def autocorrelation_time(values: np.ndarray) -> float:
     r"""The integrated autocorrelation time of chains, :math:`1 + 2 \sum_k \rho_k`, at least 1.
 
     The sum ends before the first pair of successive terms with a negative sum. Values are centred by the mean
-    of all chains, so that the time is long if chains disagree.
-
-    Args:
-        values: of shape ``(C, n)``.
-
-    Returns:
-        The time, in draws.
+    of all chains, so that the time is long if chains disagree. ``values`` have shape ``(C, n)``.
     """
     draws = values.shape[1]
     centred = values - values.mean()

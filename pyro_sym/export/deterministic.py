@@ -90,15 +90,7 @@ class Deterministic:
         return [n for n, site in self.sites.items() if in_subsampled_plate(site["cond_indep_stack"])]
 
     def compare(self, window: Window, args: tuple[Any, ...] | None = None) -> poutine.Trace:
-        """Run the model on other rows, and leave out the sites whose values change.
-
-        Args:
-            window: the rows of subsampled plates.
-            args: positional arguments with other rows, if the window does not choose them.
-
-        Returns:
-            The model's trace on these rows.
-        """
+        """Run the model on other rows, those of a window or in ``args``, and leave out sites that change."""
         trace = self._run(self._draw, window, self.args if args is None else args)
         for name, site in list(self.sites.items()):
             inside = in_subsampled_plate(site["cond_indep_stack"])
@@ -122,15 +114,10 @@ class Deterministic:
     def at(
         self, draws: Values, plates: Mapping[str, SubsampledPlate], wanted: Collection[str]
     ) -> dict[str, Tensor]:
-        """The values of some of the sites at draws.
-
-        Args:
-            draws: constrained values, of shape ``(M, *shape)``.
-            plates: the subsampled plates.
-            wanted: names of sites.
+        """The values of wanted sites at draws ``(M, *shape)``, on all rows of the subsampled plates.
 
         Returns:
-            Values by site, of shape ``(M, *shape)``, on all rows; NaN at draws that are not finite.
+            Values by site, of shape ``(M, *shape)``; NaN at draws that are not finite.
         """
         wanted = [name for name in self.sites if name in wanted]
         if not wanted:

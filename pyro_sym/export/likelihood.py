@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 import pyro
@@ -103,11 +102,8 @@ def log_likelihood(
             raise _wrong_shape(name, value, group_by_chain)
     flat = {name: value.flatten(0, sample_ndim - 1) for name, value in draws.items()}
     first = {name: value[0] for name, value in flat.items()}
-    check = _ShapeCheck(first)
-    with unseen(), pyro.validation_enabled(False), suppress(_MisfitError):
-        check(FromPrior()(poutine.condition(model, data=first)))(*args, **kwargs)
-    if check.misfit is not None:
-        raise _wrong_shape(check.misfit, draws[check.misfit], group_by_chain)
+    with unseen(), pyro.validation_enabled(False), _ShapeCheck(draws, group_by_chain):
+        FromPrior()(poutine.condition(model, data=first))(*args, **kwargs)
     likelihood = PointwiseLikelihood(model, first, args, kwargs)
     likelihood.warn_of_factors(stacklevel=3)
     terms = likelihood.at(flat, chunk_size)
@@ -124,31 +120,26 @@ def _wrong_shape(name: str, value: Tensor, group_by_chain: bool) -> ValueError:
     )
 
 
-class _MisfitError(Exception):
-    """Ends the run of a model at a draw of the wrong shape."""
-
-
 class _ShapeCheck(poutine.messenger.Messenger):
-    """Finds the first site whose draw has dims that the site has not, or too few for its event.
+    """Refuses draws that have dims that their site has not, or too few for its event.
 
     Such a draw may broadcast against the data and give a wrong likelihood without an error. Dims of size 1 in
     front, which Pyro's ``Predictive`` adds, are allowed. So are missing batch dims: a site in a plate may
     have one value for the whole plate.
     """
 
-    def __init__(self, draw: Values) -> None:
+    def __init__(self, draws: Values, group_by_chain: bool) -> None:
         super().__init__()
-        self.draw = draw
-        self.misfit: str | None = None
+        self.draws, self.group_by_chain = draws, group_by_chain
 
     def _pyro_sample(self, msg: Any) -> None:
-        if msg["name"] not in self.draw or is_deterministic(msg):
+        if msg["name"] not in self.draws or is_deterministic(msg):
             return
-        fn, shape = msg["fn"], self.draw[msg["name"]].shape
+        fn, value = msg["fn"], self.draws[msg["name"]]
+        shape = value.shape[2 if self.group_by_chain else 1 :]  # of one draw
         surplus = max(0, len(shape) - len(fn.shape()))
         if len(shape) < fn.event_dim or any(size != 1 for size in shape[:surplus]):
-            self.misfit = msg["name"]
-            raise _MisfitError
+            raise _wrong_shape(msg["name"], value, self.group_by_chain)
 
 
 class _Conditioned:

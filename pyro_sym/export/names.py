@@ -154,12 +154,7 @@ Finished = tuple[dict[str, dict[str, np.ndarray]], dict[str, dict[str, list[str]
 
 
 def finish(groups: Groups, coords: Mapping[str, Any] | None, dims: Dims | None) -> Finished:
-    """Arrays, names of dims and labels by group, without masked entries.
-
-    Args:
-        groups: variables by group and name.
-        coords: labels by dim.
-        dims: names of dims by variable, which replace those from the model.
+    """Arrays, names of dims and labels by group, without masked entries; ``dims`` replace the model's.
 
     Raises:
         ValueError: for names and shapes that ArviZ would accept, and lose or pad.
@@ -244,9 +239,7 @@ def _legal_names(group: str, variables: Mapping[str, Variable]) -> dict[str, Var
     renamed: dict[str, Variable] = {}
     for name, variable in variables.items():
         if name in SAMPLE_DIMS and _arviz.has_sample_dims(group):  # it would become a coordinate
-            raise ValueError(
-                f"a variable of {group} has the name of the sample dim {name!r}; rename it"
-            )
+            raise ValueError(f"a variable of {group} has the name of the sample dim {name!r}; rename it")
         if legal(name) in renamed:
             raise ValueError(f"two variables of {group} are called {legal(name)!r}; rename one site")
         renamed[legal(name)] = variable

@@ -63,17 +63,10 @@ DEFAULTS: Options = {"deterministic": True, "log_likelihood": False}
 
 
 def checked(options: Options, function: str) -> Options:
-    """Complete options by their defaults, and refuse those that are unknown or have another type.
-
-    Args:
-        options: those that the user gave.
-        function: the name of the function that takes them, for the message.
-
-    Returns:
-        All options.
+    """All options, with defaults for those not given to the function of that name.
 
     Raises:
-        TypeError: if there is no such option, or its value has another type than it should.
+        TypeError: if there is no such option, or its value has the wrong type.
         ValueError: if ``prior`` is not a positive number.
     """
     known = Options.__annotations__
@@ -103,7 +96,7 @@ def checked(options: Options, function: str) -> Options:
 
 
 def _check_given(name: str, value: Any, other: type = Mapping, otherwise: str = "") -> None:
-    """Refuse what is neither arrays by name nor of the other type, of which ``otherwise`` speaks."""
+    """Refuse values that are neither arrays by name nor of the other type, which ``otherwise`` names."""
     if value is None or value is False or isinstance(value, Mapping | other):
         return
     shown = repr(value) if isinstance(value, bool | int | float | str) else f"a {type(value).__name__}"

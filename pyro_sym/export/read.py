@@ -150,16 +150,7 @@ def from_guide(
     num_samples: int,
     densities: bool,
 ) -> Fit:
-    """Draw from a guide, as one chain.
-
-    Args:
-        guide: a Pyro guide.
-        model: the model; by default the guide's.
-        args: positional arguments of both.
-        kwargs: keyword arguments of both.
-        num_samples: number of draws.
-        densities: whether to compute ``log_p`` and ``log_q`` of the draws.
-    """
+    """Draw from a guide, as one chain; with ``densities``, compute ``log_p`` and ``log_q`` of the draws."""
     with unseen():
         first = latents(poutine.trace(guide).get_trace(*args, **kwargs))
     local = [name for name, site in first.items() if in_subsampled_plate(site["cond_indep_stack"])]

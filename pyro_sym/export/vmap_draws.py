@@ -52,19 +52,13 @@ def at_draws(function: OfOneDraw, draws: Values, chunk_size: int | None) -> dict
 
 
 def at_finite_draws(function: Callable[[Values], dict[str, Tensor]], draws: Values) -> dict[str, Tensor]:
-    """Evaluate a function of several draws at the finite draws; the result at the others is NaN.
-
-    Args:
-        function: takes draws by name, of shape ``(K, *shape)``, and returns tensors by name, of shape
-            ``(K, *shape)``.
-        draws: values by name, of shape ``(M, *shape)``.
+    """Evaluate a function at the finite draws ``(K, *shape)`` of ``(M, *shape)``.
 
     Returns:
-        Tensors by name, of shape ``(M, *shape)``; nothing if no draw is finite.
+        Its tensors by name, ``(M, *shape)`` with NaN at the other draws; nothing if no draw is finite.
     """
-    finite = torch.stack(
-        [value.isfinite().reshape(len(value), -1).all(-1).cpu() for value in draws.values()]
-    ).all(0)
+    each = [value.isfinite().reshape(len(value), -1).all(-1).cpu() for value in draws.values()]
+    finite = torch.stack(each).all(0)  # (M,)
     if finite.all():
         return function(draws)
     if not finite.any():
