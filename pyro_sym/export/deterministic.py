@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pyro
@@ -12,10 +13,10 @@ from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_sym.export.joined_windows import JoinedWindows
-from pyro_sym.export.names import event_dim_of
+from pyro_sym.export.joined_windows import Shown, on_all_rows
+from pyro_sym.export.names import event_dim_of, shown
 from pyro_sym.export.sites import unseen, variables
-from pyro_sym.export.vmap_draws import at_draws, at_finite_draws
+from pyro_sym.export.vmap_draws import at_finite_draws
 from pyro_sym.model.all_rows import Window, windows
 from pyro_sym.model.program import (
     GivenIndices,
@@ -124,28 +125,15 @@ class Deterministic:
             return {}
         held = {name: value for name, value in draws.items() if name not in self.given}
         chunk_size = max(1, min(MOST_DRAWS, CHUNK_NUMEL // max(1, self._numel)))
-        whole = JoinedWindows()
         by_row = not set(wanted).isdisjoint(self.in_subsampled_plates)
+        needed = list(windows(plates))[: None if by_row else 1]  # other values are the same in all windows
+
+        def one(draw: dict[str, Tensor], window: Window) -> dict[str, Shown]:
+            nodes = self._run(draw, window, self.args).nodes
+            return {name: shown(nodes[name]) for name in wanted}
+
         with unseen():
-            for window in windows(plates):
-                sites: dict[str, Any] = {}
-
-                def one(
-                    draw: dict[str, Tensor], window: Any = window, sites: Any = sites
-                ) -> dict[str, Tensor]:
-                    nodes = self._run(draw, window, self.args).nodes
-                    sites.update({name: nodes[name] for name in wanted})
-                    return {name: torch.as_tensor(nodes[name]["value"]) for name in wanted}
-
-                def several(draws: Values, one: Any = one) -> dict[str, Tensor]:
-                    return at_draws(one, draws, chunk_size)
-
-                for name, part in at_finite_draws(several, held).items():
-                    event_dim = event_dim_of(sites[name], tuple(part.shape[1:]))
-                    whole.put(name, part, sites[name]["cond_indep_stack"], window, event_dim)
-                if not by_row:  # the values are the same in all windows
-                    break
-        return whole.values
+            return at_finite_draws(partial(on_all_rows, one, needed, chunk_size), held)
 
     def _run(self, draw: Values, window: Window, args: tuple[Any, ...]) -> poutine.Trace:
         with GivenIndices(window) if window else nullcontext():

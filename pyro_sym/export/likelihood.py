@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro
@@ -11,10 +11,9 @@ from pyro import poutine
 from pyro.distributions import Unit
 from torch import Tensor
 
-from pyro_sym.export.joined_windows import JoinedWindows
-from pyro_sym.export.pointwise import Data, Term, picks_rows, terms_of
+from pyro_sym.export.joined_windows import JoinedWindows, Shown, on_all_rows
+from pyro_sym.export.pointwise import Data, picks_rows, terms_of
 from pyro_sym.export.sites import unseen
-from pyro_sym.export.vmap_draws import at_draws
 from pyro_sym.model.all_rows import Window, windows
 from pyro_sym.model.conditioned_sites import FromPrior, fixed_parameters
 from pyro_sym.model.program import Program, base_of, in_subsampled_plate, is_data, is_deterministic
@@ -188,22 +187,15 @@ class PointwiseLikelihood:
 
     def at(self, draws: Values, chunk_size: int | None = None) -> dict[str, Tensor]:
         """The log likelihood at draws of shape ``(M, *shape)``, as tensors of shape ``(M, *batch_shape)``."""
-        whole = JoinedWindows()
+
+        def one(draw: dict[str, Tensor], window: Window) -> dict[str, Shown]:
+            self._held.draw = draw
+            terms = terms_of(self._program.trace({}, window), self._no_data)
+            return {term.name: Shown(term.masked_out, term.data.frames) for term in terms}
+
         size = chunk_size or max(1, CHUNK_NUMEL // self._numel)
         with unseen():
-            for window in windows(self._program.plates):
-                frames: dict[str, tuple[Any, ...]] = {}
-
-                def one(
-                    draw: dict[str, Tensor], window: Window = window, frames: dict[str, Any] = frames
-                ) -> dict[str, Tensor]:
-                    terms = list(self._terms(draw, window))
-                    frames.update({term.name: term.data.frames for term in terms})
-                    return {term.name: term.masked_out for term in terms}
-
-                for name, part in at_draws(one, draws, size).items():
-                    whole.put(name, part, frames[name], window)
-        return whole.values
+            return on_all_rows(one, windows(self._program.plates), size, draws)
 
     def warn_of_factors(self, stacklevel: int) -> None:
         """Warn of factors, which may belong to the likelihood and are not in the terms."""
@@ -249,7 +241,3 @@ class PointwiseLikelihood:
                 if term.data.kept is not None:
                     whole.put(term.name, term.data.kept, term.data.frames, window)
         return {name: Data(several, whole.values.get(name)) for name, several in frames.items()}
-
-    def _terms(self, draw: Values, window: Window) -> Iterator[Term]:
-        self._held.draw = draw
-        return terms_of(self._program.trace({}, window), self._no_data)

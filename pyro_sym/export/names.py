@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_sym import _arviz
+from pyro_sym.export.joined_windows import Shown
 from pyro_sym.export.sites import infer_of
 from pyro_sym.model.program import is_deterministic
 
@@ -109,6 +110,12 @@ def event_dim_of(site: Any, shape: tuple[int, ...]) -> int:
     if len(exact) == 1:
         return exact[0]
     return 0 if not exact and fit(0, missing=True) else stated
+
+
+def shown(site: Any) -> Shown:
+    """The value of a site, with its plates and its number of event dims."""
+    value = torch.as_tensor(site["value"])
+    return Shown(value, tuple(site["cond_indep_stack"]), event_dim_of(site, tuple(value.shape)))
 
 
 def plate_dims(frames: Iterable[Any], batch_shape: tuple[int, ...]) -> list[str | None]:

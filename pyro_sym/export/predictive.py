@@ -10,12 +10,12 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_sym.export.joined_windows import JoinedWindows
-from pyro_sym.export.names import event_dim_of
+from pyro_sym.export.joined_windows import Shown, on_all_rows
+from pyro_sym.export.names import shown
 from pyro_sym.export.shown_model import ShownModel
 from pyro_sym.export.sites import unseen, variables
 from pyro_sym.export.vmap_draws import at_draws
-from pyro_sym.model.all_rows import windows
+from pyro_sym.model.all_rows import Window, windows
 from pyro_sym.model.program import (
     GivenIndices,
     RefusedError,
@@ -42,28 +42,20 @@ def predict(model: ShownModel, draws: Mapping[str, Tensor], also: Collection[str
     Returns:
         Values by site, of shape ``(M, *shape)``.
     """
-    whole = JoinedWindows()
+
+    def one(draw: dict[str, Tensor], window: Window) -> dict[str, Shown]:
+        simulated = _SimulateData({*model.fixed, *draw})
+        with GivenIndices(window):
+            held = poutine.condition(simulated(model.program), data=draw)
+            trace = traced(held, model.args, model.kwargs)
+        return {
+            name: shown(site)
+            for name, site in variables(trace)
+            if name in simulated.names or (name in also and name not in draw)
+        }
+
     with unseen():
-        for window in windows(model.plates):
-            sites: dict[str, Any] = {}
-
-            def one(draw: dict[str, Tensor], window: Any = window, sites: Any = sites) -> dict[str, Tensor]:
-                simulated = _SimulateData({*model.fixed, *draw})
-                with GivenIndices(window):
-                    held = poutine.condition(simulated(model.program), data=draw)
-                    trace = traced(held, model.args, model.kwargs)
-                values = {}
-                for name, site in variables(trace):
-                    if name in simulated.names or (name in also and name not in draw):
-                        values[name] = torch.as_tensor(site["value"])
-                        event_dim = event_dim_of(site, tuple(values[name].shape))
-                        sites[name] = tuple(site["cond_indep_stack"]), event_dim
-                return values
-
-            for name, part in at_draws(one, draws, None).items():
-                frames, event_dim = sites[name]
-                whole.put(name, part, frames, window, event_dim)
-    return whole.values
+        return on_all_rows(one, windows(model.plates), None, draws)
 
 
 def prior_draws(model: ShownModel, count: int) -> dict[str, Tensor]:
