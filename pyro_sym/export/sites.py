@@ -1,4 +1,4 @@
-"""Which sites of a trace have values to show, and how to look at a program without leaving a mark."""
+"""Which sites of a trace have values to export, and how to run a program without side effects."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ __all__ = ["infer_of", "latents", "unseen", "variables"]
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """No gradients, nothing seen by handlers outside, and the random state put back."""
+    """No gradients, nothing passed to handlers outside, and the random state restored."""
     with torch.no_grad(), fork_random_state(), poutine.block():
         yield
 
 
 def variables(trace: poutine.Trace) -> Iterator[tuple[str, Any]]:
-    """Sample sites that have values: latent ones, data and deterministic ones, but no plates or factors."""
+    """Sample sites that have values: latent, observed and deterministic sites, without plates and factors."""
     for name, site in trace.nodes.items():
         if site["type"] == "sample" and not isinstance(base_of(site["fn"]), _Subsample | Unit):
             yield name, site
 
 
 def latents(trace: poutine.Trace) -> dict[str, Any]:
-    """The sites that a guide draws for a model."""
+    """The sites of a guide that are latent sites of its model."""
     return {
         name: site
         for name, site in variables(trace)
@@ -41,5 +41,5 @@ def latents(trace: poutine.Trace) -> dict[str, Any]:
 
 
 def infer_of(site: Any) -> Mapping[str, Any]:
-    """A site's ``infer``, which may be missing."""
+    """The ``infer`` of a site, or an empty dict."""
     return site["infer"] or {}

@@ -315,7 +315,7 @@ def test_refusals(network: Any) -> None:
         report(network, var_names=["absent"])
     with pytest.raises(ValueError, match="max_coordinates=0"):
         report(network, max_coordinates=0)
-    with pytest.raises(ValueError, match="no variable to look at"):
+    with pytest.raises(ValueError, match="no variable with coordinates"):
         report(network, var_names=[])
     one = from_pyro({"x": torch.randn(1, 20)})
     assert "no R-hat" in report(one).notes[0]
@@ -354,9 +354,9 @@ def test_refusals_of_plots(network: Any) -> None:
         plot_temperatures(network)
     with pytest.raises(ValueError, match="nothing was aligned"):
         plot_orbit(from_pyro({"x": torch.zeros(1, 4)}), "x")
-    with pytest.raises(ValueError, match="select all but the units'"):
+    with pytest.raises(ValueError, match="select along all but that of the units"):
         plot_orbit(network, "into")
-    with pytest.raises(ValueError, match="they must be alike"):
+    with pytest.raises(ValueError, match="they must be equal"):
         plot_orbit(network, "out", "prediction")
     with pytest.raises(KeyError, match="no variable 'absent'"):
         plot_orbit(network, "absent")

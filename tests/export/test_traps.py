@@ -75,9 +75,9 @@ def test_draws_without_a_chain_dim_are_told_by_the_model() -> None:
 def test_a_variable_called_as_a_sample_dim_is_refused(name: str) -> None:
     """ArviZ would take it for that dim's labels."""
     w = torch.randn(2, 8)
-    with pytest.raises(ValueError, match=f"variable of posterior is called '{name}'"):
+    with pytest.raises(ValueError, match=f"variable of posterior has the name of the sample dim '{name}'"):
         from_pyro({"w": w, name: w})
-    with pytest.raises(ValueError, match=f"variable of posterior is called '{name}'"):
+    with pytest.raises(ValueError, match=f"variable of posterior has the name of the sample dim '{name}'"):
         from_pyro({"w": w}, functions={name: lambda draw: draw["w"]})
 
 
