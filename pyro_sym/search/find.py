@@ -70,7 +70,7 @@ def find_symmetry(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Symme
     summed out. Torch's global random state is left as it was.
 
     Args:
-        model: a Pyro model; a ``poutine.block`` around it is looked through.
+        model: a Pyro model; a ``poutine.block`` around it is ignored.
         *args: the model's positional arguments.
         **kwargs: the model's keyword arguments.
 
