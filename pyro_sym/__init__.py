@@ -32,8 +32,9 @@ from pyro_sym.sgmcmc.preconditioners import Diagonal, PerSite, RMSprop
 from pyro_sym.sgmcmc.schedules import Constant, Cyclical, Polynomial
 from pyro_sym.sgmcmc.thermometers import kinetic_band
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC, deep_ensemble
-from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.base import FiniteGroup, Group, Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
+from pyro_sym.symmetry.orthogonal import Orthogonal
 from pyro_sym.symmetry.product import Product
 from pyro_sym.symmetry.viewed import Viewed
 
@@ -50,9 +51,12 @@ __all__ = [
     "Cyclical",
     "Diagonal",
     "DivergenceError",
+    "FiniteGroup",
+    "Group",
     "LeimkuhlerMatthews",
     "NetworkSymmetry",
     "NoDensityError",
+    "Orthogonal",
     "PerSite",
     "Permutation",
     "Polynomial",

@@ -187,6 +187,11 @@ class AutoSymmetrized(AutoGuide):
         found = _model_of(guide)
         super().__init__(model if model is not None else found)
         self.guide = guide
+        if not symmetry.is_finite:
+            raise SymmetryError(
+                f"{symmetry!r} is not finite, and a guide can only be averaged over a finite group; name a "
+                "finite subgroup, such as a Product of Permutation and SignFlip"
+            )
         self.symmetry = symmetry
         self.estimator = estimator
         self.num_elements = num_elements

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from pyro_sym.errors import SymmetryError
 from pyro_sym.search.check import check_symmetry
-from pyro_sym.symmetry.base import Element, Symmetry, length, map_element
-from pyro_sym.symmetry.flat import leaves
+from pyro_sym.symmetry.base import Element, Group, leaves, length, map_element
 from pyro_sym.testing.laws import FAILURE_RATE, compare, require, try_laws
 
 __all__ = ["check_symmetry_contract"]
@@ -27,7 +26,7 @@ ELSEWHERE = "_a_site_that_the_symmetry_does_not_name"
 
 
 def check_symmetry_contract(
-    symmetry: Symmetry,
+    symmetry: Group,
     values: Mapping[str, Tensor],
     *,
     num_elements: int = 20,
@@ -103,7 +102,7 @@ def check_symmetry_contract(
 class _Case:
     """A symmetry, native values, and how many elements to try."""
 
-    symmetry: Symmetry
+    symmetry: Group
     values: dict[str, Tensor]
     count: int
 
