@@ -151,7 +151,7 @@ def test_what_few_rows_tie_is_found_tied() -> None:
 def test_rows_that_are_too_dear_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "MAX_ROW_EVALUATIONS", 20)
     args = (*data(1000), 10, 1.0, True)
-    match = r"100 windows of rows 10 were looked at, that is 100 of 1,000 rows of plate 'data'"
+    match = r"10 of 100 windows of rows were checked \(100 of 1,000 rows of plate 'data'\)"
     with pytest.warns(UserWarning, match=rf"Permutation\({{'locs': -1}}\) is not checked.*{match}") as caught:
         check_symmetry(partly_labelled, LOCS, *args)
     assert caught[0].filename == __file__

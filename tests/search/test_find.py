@@ -30,7 +30,7 @@ from pyro_sym import (
     find_symmetry,
 )
 from pyro_sym.model.program import Program
-from pyro_sym.search import find
+from pyro_sym.search import find, minimal_sets
 from pyro_sym.search.networks_in_model import networks
 from tests.search.models import (
     CASES,
@@ -246,7 +246,7 @@ def test_nothing_global_changes() -> None:
 
 
 def test_a_search_that_is_cut_short_names_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find, "MAX_EVALUATIONS", 45)
+    monkeypatch.setattr(minimal_sets, "MAX_EVALUATIONS", 45)
     case = next(case for case in CASES if case.model is relu_network)
     with pytest.warns(UserWarning, match=r"45 evaluations.*w1\[-1\], b1\[-1\], w2\[-2\]") as caught:
         found = find_symmetry(case.model, *case.args)
