@@ -52,7 +52,9 @@ def model(x: torch.Tensor) -> None:
             "locs", dist.Normal(torch.zeros(D), 2.0).to_event(1), infer={"event_dims": ["feature"]}
         )
         scales = pyro.sample(
-            "scales", dist.LogNormal(torch.zeros(D), 0.5).to_event(1), infer={"event_dims": ["feature"]}
+            "scales",
+            dist.LogNormal(torch.zeros(D), 0.5).to_event(1),
+            infer={"event_dims": ["feature"]},
         )
     with pyro.plate("bottle", len(x)):
         components = dist.Normal(locs, scales).to_event(1)
@@ -140,7 +142,10 @@ print(f"kinetic temperature      {float(temperature.mean()):9.3f} (target 1)")
 
 # %%
 draws = ps.dataset(idata, "posterior_aligned")
-w, m, s = (torch.tensor(draws[name].mean(("chain", "draw")).values) for name in ("weights", "locs", "scales"))
+w, m, s = (
+    torch.tensor(draws[name].mean(("chain", "draw")).values)
+    for name in ("weights", "locs", "scales")
+)
 log_joint = w.log() + dist.Normal(m, s).log_prob(x[:, None]).sum(-1)
 agreement = adjusted_rand_score(wine.target, log_joint.argmax(-1).numpy())
 print(f"\nadjusted Rand index of clusters and cultivars  {agreement:.3f}")
@@ -150,8 +155,12 @@ idata.to_netcdf(OUT / "posterior.nc", engine="h5netcdf")
 
 feature = "proline"
 figure, panels = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
-for panel, group, summary in zip(panels, ("posterior", "posterior_aligned"), (raw, aligned), strict=True):
-    traces = ps.dataset(idata, group)["locs"].sel(feature=feature).values  # (chain, draw, component)
+for panel, group, summary in zip(
+    panels, ("posterior", "posterior_aligned"), (raw, aligned), strict=True
+):
+    traces = (
+        ps.dataset(idata, group)["locs"].sel(feature=feature).values
+    )  # (chain, draw, component)
     joined = traces.reshape(-1, K)
     for k in range(K):
         panel.plot(joined[:, k], linewidth=0.6, label=f"component {k}")

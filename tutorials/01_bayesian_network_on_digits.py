@@ -63,7 +63,11 @@ digits = load_digits()
 train_x, test_x, train_y, test_y = (
     torch.as_tensor(part)
     for part in train_test_split(
-        digits.data.astype(np.float32), digits.target, test_size=400, stratify=digits.target, random_state=0
+        digits.data.astype(np.float32),
+        digits.target,
+        test_size=400,
+        stratify=digits.target,
+        random_state=0,
     )
 )
 centre, scale = train_x.mean(0), train_x.std()
@@ -104,7 +108,9 @@ print(symmetry)
 # first unit differently does not, and the check says so.
 
 # %%
-prior = LayerwisePrior({"0": FanInPrior(3.0), "2": FanInPrior(6.0)})  # standard deviations 3/√64 and 6/√32
+prior = LayerwisePrior(
+    {"0": FanInPrior(3.0), "2": FanInPrior(6.0)}
+)  # standard deviations 3/√64 and 6/√32
 model = ps.BayesianModule(net, prior, Categorical(), batch_size=128)
 whole = ps.BayesianModule(net, prior, Categorical())  # the same model, on all rows at each call
 ps.check_symmetry(whole, symmetry, x, y)
@@ -127,7 +133,9 @@ except ps.SymmetryError as error:
 # Like any guide it plugs into `SVI`. It starts at the weights of the network.
 
 # %%
-guide = ps.AutoSymmetrizedNormal(model, symmetry, init_loc_fn=model.init_to_pretrained, init_scale=0.03)
+guide = ps.AutoSymmetrizedNormal(
+    model, symmetry, init_loc_fn=model.init_to_pretrained, init_scale=0.03
+)
 svi = SVI(model, guide, ClippedAdam({"lr": 0.02, "lrd": 0.05 ** (1 / SVI_STEPS)}), Trace_ELBO())
 for _ in range(SVI_STEPS):
     svi.step(x, y)
@@ -179,7 +187,9 @@ mcmc.run(x, y)
 
 # %%
 predictions = {
-    "one network": model.predict({name: value.detach() for name, value in net.named_parameters()}, test_x),
+    "one network": model.predict(
+        {name: value.detach() for name, value in net.named_parameters()}, test_x
+    ),
     "mean-field guide": model.predict(guide.sample_posterior(x, y, sample_shape=(100,)), test_x),
     "ensemble, T = 0": model.predict(ensemble.get_samples(), test_x),
     "one draw, T = 1": model.predict(
@@ -193,7 +203,9 @@ def accuracy(prediction: Prediction) -> float:
     return float((prediction.probs.argmax(-1) == test_y).double().mean())
 
 
-print(f"\n{'on 400 test digits':<20}{'accuracy':>10}{'log loss':>10}{'aleatoric':>11}{'epistemic':>11}")
+print(
+    f"\n{'on 400 test digits':<20}{'accuracy':>10}{'log loss':>10}{'aleatoric':>11}{'epistemic':>11}"
+)
 for name, prediction in predictions.items():
     log_loss, entropy = -prediction.log_prob(test_y).mean(), prediction.entropy
     print(
@@ -223,7 +235,9 @@ entropies = {
 }
 print(f"\n{'epistemic, nats':<20}" + "".join(f"{what:>17}" for what in inputs))
 for who in draws:
-    print(f"{who:<20}" + "".join(f"{entropies[who, what].epistemic.mean():>17.3f}" for what in inputs))
+    print(
+        f"{who:<20}" + "".join(f"{entropies[who, what].epistemic.mean():>17.3f}" for what in inputs)
+    )
 
 # %% [markdown]
 # ## Do the chains agree?
@@ -291,7 +305,10 @@ after.set_title("the same place, aligned")
 for name, values in r_hat.items():
     all_.plot(np.sort(values), np.linspace(0, 1, len(values)), label=name)
 all_.set(
-    xlim=(0.98, 2.5), xlabel="R-hat", ylabel="share of coordinates below", title="R-hat of all coordinates"
+    xlim=(0.98, 2.5),
+    xlabel="R-hat",
+    ylabel="share of coordinates below",
+    title="R-hat of all coordinates",
 )
 all_.legend(loc="lower right")
 figure.savefig(OUT / "diagnostics.png", dpi=150)
@@ -333,19 +350,28 @@ print(f"\nwrote {OUT}/: posterior.nc, diagnostics.png, uncertainty.png")
 # %%
 least = 0.96 if SMALL else 0.97
 warm, cold = "posterior, T = 1", "ensemble, T = 0"
-assert "'0.bias'" in refusal, "a prior that tells the units apart is refused, by the name of its site"
+assert "'0.bias'" in refusal, (
+    "a prior that tells the units apart is refused, by the name of its site"
+)
 assert gain.upper - gain.lower < 0.1, "the gain is known to a tenth of a nat"
-assert 0.98 * gain.log_order < gain.estimate < gain.log_order + 0.1, "the copies hardly overlap: log |G|"
+assert 0.98 * gain.log_order < gain.estimate < gain.log_order + 0.1, (
+    "the copies hardly overlap: log |G|"
+)
 assert abs(symmetrised_elbo - plain_elbo - gain.estimate) < 1.0, "the ELBOs differ by the gain"
 for who in (warm, cold):
     assert accuracy(predictions[who]) > least, f"{who}: test accuracy above {least:.0%}"
     for what in ("turned by 90°", "pixels shuffled"):
-        odd, usual = (float(entropies[who, rows].epistemic.mean()) for rows in (what, "test digits"))
+        odd, usual = (
+            float(entropies[who, rows].epistemic.mean()) for rows in (what, "test digits")
+        )
         assert odd > 2 * usual, f"{who}: weights are in more doubt where digits are {what}"
 assert (
-    entropies[warm, "turned by 90°"].epistemic.mean() > 2 * entropies[cold, "turned by 90°"].epistemic.mean()
+    entropies[warm, "turned by 90°"].epistemic.mean()
+    > 2 * entropies[cold, "turned by 90°"].epistemic.mean()
 )
 median = {name: np.median(values) for name, values in r_hat.items()}
-assert median["raw weights"] > median["aligned weights"] > median["function"], "each question has its answer"
+assert median["raw weights"] > median["aligned weights"] > median["function"], (
+    "each question has its answer"
+)
 assert abs(float(temperature.mean()) - 1) < 0.15, "the sampler holds its temperature"
 print("all claims hold")

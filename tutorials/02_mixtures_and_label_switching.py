@@ -181,7 +181,9 @@ def in_doubt(alignment: ps.Alignment) -> float:
     return float((alignment.confidence < 0.9).double().mean())
 
 
-print(f"{'labels by':<18}{'R-hat':>8}{'sd of petal mean':>18}{'in doubt':>10}{'as by parameters':>18}")
+print(
+    f"{'labels by':<18}{'R-hat':>8}{'sd of petal mean':>18}{'in doubt':>10}{'as by parameters':>18}"
+)
 print(f"{'nothing (raw)':<18}{r_hat(draws):>8.3f}{spread(draws):>18.3f}")
 for name, alignment in alignments.items():
     same = agreement(alignment, alignments["parameters"])
@@ -201,7 +203,9 @@ for name, alignment in alignments.items():
 # one has to know beforehand.
 
 # %%
-figure, panels = plt.subplots(1, 3, figsize=(11, 3.8), sharex=True, sharey=True, layout="constrained")
+figure, panels = plt.subplots(
+    1, 3, figsize=(11, 3.8), sharex=True, sharey=True, layout="constrained"
+)
 shown = {"raw": draws} | {
     title: alignments[name].samples
     for title, name in (
@@ -262,7 +266,11 @@ def log_joint(K: int, draws: dict[str, Tensor]) -> Tensor:
 def to_vectors(draws: dict[str, Tensor]) -> Tensor:
     """Coordinates without bounds: log ratios of weights, means, log scales. Labels move them linearly."""
     logs = draws["weights"].log()
-    parts = (logs[:, :-1] - logs[:, -1:], draws["locs"].flatten(1), draws["scales"].log().flatten(1))
+    parts = (
+        logs[:, :-1] - logs[:, -1:],
+        draws["locs"].flatten(1),
+        draws["scales"].log().flatten(1),
+    )
     return torch.cat(parts, -1)
 
 
@@ -293,9 +301,15 @@ def bridge(ours: Tensor, theirs: Tensor) -> Tensor:
 def judge(K: int, aligned: dict[str, Tensor]) -> tuple[float, float]:
     """The log evidence, and its standard error from what the chains say each by itself."""
     vectors = torch.stack(
-        [to_vectors(dict(zip(aligned, one, strict=True))) for one in zip(*aligned.values(), strict=True)]
+        [
+            to_vectors(dict(zip(aligned, one, strict=True)))
+            for one in zip(*aligned.values(), strict=True)
+        ]
     )
-    fitted, judged = vectors[:, ::2].flatten(0, 1), vectors[:, 1::2]  # (chains draws, d), (chains, draws, d)
+    fitted, judged = (
+        vectors[:, ::2].flatten(0, 1),
+        vectors[:, 1::2],
+    )  # (chains draws, d), (chains, draws, d)
     spread = torch.linalg.cholesky(fitted.T.cov())
     proposal = dist.MultivariateStudentT(torch.tensor(5.0), fitted.mean(0), spread)
 
@@ -303,10 +317,14 @@ def judge(K: int, aligned: dict[str, Tensor]) -> tuple[float, float]:
         """log p / q, the proposal averaged over all labels."""
         draws, log_volume = from_vectors(K, vectors)
         copies = [
-            proposal.log_prob(to_vectors({site: value[:, list(labels)] for site, value in draws.items()}))
+            proposal.log_prob(
+                to_vectors({site: value[:, list(labels)] for site, value in draws.items()})
+            )
             for labels in permutations(range(K))
         ]
-        return log_joint(K, draws) + log_volume - torch.stack(copies).logsumexp(0) + math.lgamma(K + 1)
+        return (
+            log_joint(K, draws) + log_volume - torch.stack(copies).logsumexp(0) + math.lgamma(K + 1)
+        )
 
     by_chain = torch.stack(
         [bridge(log_ratio(own), log_ratio(proposal.sample((PROPOSED,)))) for own in judged]
@@ -386,8 +404,12 @@ assert r_hat(draws) > 1.5, "raw draws: the chains disagree about the labels"
 assert r_hat(aligned.samples) < (1.4 if SMALL else 1.1), (
     "aligned draws: the labels were all they disagreed about"
 )
-assert r_hat(by_weight.samples) < r_hat(aligned.samples) + 0.15, "R-hat sees nothing wrong with a bad order"
-assert spread(by_weight.samples) > 2.5 * spread(aligned.samples), "but components are mixed up by it"
+assert r_hat(by_weight.samples) < r_hat(aligned.samples) + 0.15, (
+    "R-hat sees nothing wrong with a bad order"
+)
+assert spread(by_weight.samples) > 2.5 * spread(aligned.samples), (
+    "but components are mixed up by it"
+)
 assert in_doubt(by_weight) > 0.05, "and the confidence says so"
 for name in ("parameters", "allocations", "order of petals"):
     assert in_doubt(alignments[name]) < 0.02, f"labels by {name} are sure"
@@ -395,11 +417,19 @@ for name in ("parameters", "allocations", "order of petals"):
 assert abs(table[3]["gain"] - table[3]["log K!"]) < 0.02, "three distinct components: all of log 3!"
 for K, row in table.items():
     assert row["gain"] < row["log K!"] + 1e-9, f"{K} components: never more than log K!"
-    assert row["symmetrised"] < row["evidence"] + 0.5, f"{K} components: the symmetrised ELBO is a bound"
-assert table[4]["gain"] - table[3]["gain"] > 1, "a plain ELBO understates the fourth component by a nat"
+    assert row["symmetrised"] < row["evidence"] + 0.5, (
+        f"{K} components: the symmetrised ELBO is a bound"
+    )
+assert table[4]["gain"] - table[3]["gain"] > 1, (
+    "a plain ELBO understates the fourth component by a nat"
+)
 for K, row in table.items():
-    assert row["± its error"] < (1.0 if SMALL else 0.4), f"{K} components: the judge is sure of its evidence"
-assert table[3]["evidence"] > table[2]["evidence"] + 3, "the evidence is for three components over two"
+    assert row["± its error"] < (1.0 if SMALL else 0.4), (
+        f"{K} components: the judge is sure of its evidence"
+    )
+assert table[3]["evidence"] > table[2]["evidence"] + 3, (
+    "the evidence is for three components over two"
+)
 assert table[3]["symmetrised"] > table[4]["symmetrised"] + 3, "by the ELBO three are best"
 if not SMALL:
     assert max(table, key=lambda K: table[K]["evidence"]) == 4, "by the evidence four are"

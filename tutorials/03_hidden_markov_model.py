@@ -82,7 +82,9 @@ def model(y: Tensor) -> None:
         locs = pyro.sample("locs", dist.Normal(0.0, 3.0))
         scales = pyro.sample("scales", dist.LogNormal(0.0, 1.0))
     pyro.sample(
-        "y", dist.DiscreteHMM(torch.zeros(K), trans.log(), dist.Normal(locs, scales), duration=len(y)), obs=y
+        "y",
+        dist.DiscreteHMM(torch.zeros(K), trans.log(), dist.Normal(locs, scales), duration=len(y)),
+        obs=y,
     )
 
 
@@ -118,7 +120,9 @@ start = {
     "scales": torch.ones(K),
 }
 base = AutoNormal(model, init_loc_fn=init_to_value(values=start))
-guide = ps.AutoSymmetrized(base, symmetry, tolerance=0)  # the average in every step, as it is recorded
+guide = ps.AutoSymmetrized(
+    base, symmetry, tolerance=0
+)  # the average in every step, as it is recorded
 optimiser = ClippedAdam({"lr": 0.03, "lrd": 0.1 ** (1 / STEPS)})
 svi = SVI(model, guide, optimiser, ps.RecordedELBO(Trace_ELBO()))
 for _ in range(STEPS):
@@ -181,7 +185,9 @@ alignment = ps.align(draws, symmetry, group_by_chain=True, reference=truth)
 
 def exported(samples: dict[str, Tensor], names: list[str]) -> Dataset:
     coords = {"state": names, "to": names}
-    idata = ps.from_pyro(samples, model=model, args=(y,), functions=functions, dims=dims, coords=coords)
+    idata = ps.from_pyro(
+        samples, model=model, args=(y,), functions=functions, dims=dims, coords=coords
+    )
     return ps.dataset(idata, "posterior")
 
 
@@ -211,8 +217,12 @@ for name, target in targets.items():
         label = f"{name} " + " -> ".join(STATES[k] for k in i)
         interval = f"[{float(low[i]):.2f}, {float(high[i]):.2f}]"
         mark = "" if covered[name][i] else "  misses"
-        print(f"{label:<28}{float(target[i]):>8.2f}{float(values[:, *i].mean()):>8.2f}{interval:>20}{mark}")
-hits, parameters = (sum(int(count(covered[name])) for name in truth) for count in (torch.sum, torch.numel))
+        print(
+            f"{label:<28}{float(target[i]):>8.2f}{float(values[:, *i].mean()):>8.2f}{interval:>20}{mark}"
+        )
+hits, parameters = (
+    sum(int(count(covered[name])) for name in truth) for count in (torch.sum, torch.numel)
+)
 print(f"{hits} of {parameters} parameters are covered")
 
 # %%
@@ -234,7 +244,9 @@ for panel, (title, matrix) in zip(panels, matrices.items(), strict=True):
     for i in range(K):
         for j in range(K):
             value = float(matrix[i, j])
-            panel.text(j, i, f"{value:.2f}", ha="center", va="center", color="k" if value > 0.6 else "w")
+            panel.text(
+                j, i, f"{value:.2f}", ha="center", va="center", color="k" if value > 0.6 else "w"
+            )
     panel.set(title=title, xticks=range(K), yticks=range(K), xticklabels=names, yticklabels=names)
     panel.set(xlabel="to state")
 panels[0].set_ylabel("from state")
@@ -291,13 +303,19 @@ for name, labelling in labellings.items():
 # chains are wrong alike. The confidence does.
 
 # %%
-figure, panels = plt.subplots(1, 3, figsize=(10, 3.6), sharex=True, sharey=True, layout="constrained")
+figure, panels = plt.subplots(
+    1, 3, figsize=(10, 3.6), sharex=True, sharey=True, layout="constrained"
+)
 for panel, (title, labelling) in zip(panels, labellings.items(), strict=True):
-    for k, (colour, marker) in enumerate(zip(("#0072B2", "#E69F00", "#009E73"), "os^", strict=True)):
+    for k, (colour, marker) in enumerate(
+        zip(("#0072B2", "#E69F00", "#009E73"), "os^", strict=True)
+    ):
         means, scales = (
             labelling.samples[site][:, :: DRAWS // 80, k].flatten() for site in ("locs", "scales")
         )
-        panel.scatter(means, scales, s=9, alpha=0.5, color=colour, marker=marker, label=f"state {k}")
+        panel.scatter(
+            means, scales, s=9, alpha=0.5, color=colour, marker=marker, label=f"state {k}"
+        )
     panel.set(title=title, xlabel="mean of a state")
 panels[0].set_ylabel("scale of a state")
 panels[0].legend(loc="upper right", markerscale=2)
@@ -311,10 +329,14 @@ by_means, by_scales = (labellings[f"order of {name}"] for name in ("means", "sca
 assert repr(symmetry) == repr(ps.Permutation({"trans": (-2, -1), "locs": -1, "scales": -1}))
 assert refused, "the rows of the transition matrix alone are no symmetry"
 assert gain.method == "exact", "the average is over all six relabellings"
-assert abs(gain.estimate - gain.log_order) < 1e-3, "states that lie apart: the gain is all of log 3!"
+assert abs(gain.estimate - gain.log_order) < 1e-3, (
+    "states that lie apart: the gain is all of log 3!"
+)
 for name in truth:
     assert r_hats[name][0] > 1.2, f"raw {name}: the chains disagree about the labels"
-    assert r_hats[name][1] < (1.3 if SMALL else 1.1), f"aligned {name}: they agree about everything else"
+    assert r_hats[name][1] < (1.3 if SMALL else 1.1), (
+        f"aligned {name}: they agree about everything else"
+    )
 assert torch.allclose(*(torch.tensor(data["change"].values) for data in (raw, aligned))), (
     "no label, no change"
 )
@@ -324,6 +346,10 @@ assert error < 0.1 and error < 0.8 * raw_error, "aligned means are nearer the tr
 for ordered, site, what in ((by_means, "scales", "means"), (by_scales, "locs", "scales")):
     assert in_doubt(ordered) > 0.05, f"the order of {what} leaves labels in doubt"
     assert agreement(ordered) < 0.95, f"and it gives other labels for many draws, by {what}"
-    assert spread(ordered, site) > 1.5 * spread(alignment, site), f"states are mixed up by their {what}"
-    assert worst_r_hat(ordered) < worst_r_hat(alignment) + 0.1, f"and R-hat does not see it, by {what}"
+    assert spread(ordered, site) > 1.5 * spread(alignment, site), (
+        f"states are mixed up by their {what}"
+    )
+    assert worst_r_hat(ordered) < worst_r_hat(alignment) + 0.1, (
+        f"and R-hat does not see it, by {what}"
+    )
 print("all claims hold")

@@ -59,7 +59,9 @@ LR, MOMENTUM, PRIOR = 0.8, 0.9, 1.0
 
 weight = torch.zeros(D, requires_grad=True)
 bias = torch.zeros((), requires_grad=True)
-optimiser = torch.optim.SGD([weight, bias], lr=LR, momentum=MOMENTUM, weight_decay=1 / (N * PRIOR**2))
+optimiser = torch.optim.SGD(
+    [weight, bias], lr=LR, momentum=MOMENTUM, weight_decay=1 / (N * PRIOR**2)
+)
 path = []
 for _ in range(200):
     optimiser.zero_grad()
@@ -155,7 +157,9 @@ exact = run(kernel, x, y)
 # %%
 def temperature(mcmc: ps.VectorizedMCMC) -> float:
     statistics = mcmc.diagnostics()["sample_stats"]
-    return float(torch.stack([chain["kinetic_temperature"].mean() for chain in statistics.values()]).mean())
+    return float(
+        torch.stack([chain["kinetic_temperature"].mean() for chain in statistics.values()]).mean()
+    )
 
 
 def width(mcmc: ps.VectorizedMCMC) -> float:
@@ -208,7 +212,9 @@ def on_batch(x: Tensor, y: Tensor) -> None:
 
 
 loader = DataLoader(TensorDataset(x, y), batch_size=BATCH, shuffle=True, drop_last=True)
-runs["... by a DataLoader"] = run(ps.BAOA.from_sgd(on_batch, temperature=1.0, batches=loader, **sgd))
+runs["... by a DataLoader"] = run(
+    ps.BAOA.from_sgd(on_batch, temperature=1.0, batches=loader, **sgd)
+)
 
 low, high = ps.kinetic_band(1.0, D + 1)
 kernels = dict(zip(runs, (kernel, kernel, half_step, variates, kernel), strict=True))
@@ -223,7 +229,9 @@ for name, mcmc in runs.items():
         f"{name:<22}{temperature(mcmc):>12.3f}{foreseen[name]:>10.3f}{explained[name]:>11.3f}"
         f"{width(mcmc):>8.3f}{r_hat(mcmc):>8.3f}"
     )
-print(f"(single draws at T = 1: 99 % between {low:.2f} and {high:.2f}; their mean is much closer to 1)")
+print(
+    f"(single draws at T = 1: 99 % between {low:.2f} and {high:.2f}; their mean is much closer to 1)"
+)
 
 # %% [markdown]
 # Two columns hold the formula: *foreseen*, with V at draws of the posterior, and *explained*, with V at the
@@ -273,14 +281,20 @@ for factor in (1, 16, 256):
 members = {}
 for T in (0.0, 1.0):
     pyro.set_rng_seed(2)
-    ensemble = ps.deep_ensemble(model, x, y, num_members=CHAINS, num_steps=600, temperature=T, **sgd)
+    ensemble = ps.deep_ensemble(
+        model, x, y, num_members=CHAINS, num_steps=600, temperature=T, **sgd
+    )
     members[T] = width(ensemble)
     print(f"deep ensemble, T = {T}: spread of the members {members[T]:.3f} of the posterior's")
 
 cycle = ps.Cyclical(
     peak=kernel.step_size, period=100 * THINNING, sampling_fraction=0.5, floor=kernel.step_size / 4
 )
-options = {"step_size": cycle.step_size, "temperature": cycle.temperature, "friction": kernel.friction}
+options = {
+    "step_size": cycle.step_size,
+    "temperature": cycle.temperature,
+    "friction": kernel.friction,
+}
 cyclic = run(ps.BAOA(model, **options), x, y)
 at = torch.stack([c["temperature"] for c in cyclic.diagnostics()["sample_stats"].values()])
 cyclic_width = {}
@@ -308,14 +322,23 @@ left.set(xlabel=f"weight of '{cancer.feature_names[worst]}'", ylabel="density")
 left.legend(fontsize=8)
 names = list(runs)
 right.plot(
-    [temperature(runs[name]) for name in names], np.arange(len(names)), "o", label="kinetic temperature"
+    [temperature(runs[name]) for name in names],
+    np.arange(len(names)),
+    "o",
+    label="kinetic temperature",
 )
 right.plot(
-    [width(runs[name]) for name in names], np.arange(len(names)), "s", mfc="none", label="width / exact width"
+    [width(runs[name]) for name in names],
+    np.arange(len(names)),
+    "s",
+    mfc="none",
+    label="width / exact width",
 )
 right.axvline(1.0, color="0.5", linewidth=0.8)
 right.set(
-    xlabel="kinetic temperature, and width: both should be 1", yticks=np.arange(len(names)), yticklabels=names
+    xlabel="kinetic temperature, and width: both should be 1",
+    yticks=np.arange(len(names)),
+    yticklabels=names,
 )
 right.invert_yaxis()
 right.legend(fontsize=8)
@@ -343,5 +366,7 @@ assert limits[16] < 4 < limits[256], "one step is within the limit of stability,
 assert abs(by_step[16] - 1) < 0.1 and by_step[256] > 10, "the temperature tells which is which"
 assert members[0.0] < 0.05 and members[1.0] > 0.7, "a cold ensemble of a convex loss has no spread"
 assert 0.9 < cyclic_width["to keep"] < 1.1, "draws to keep are as wide as the posterior"
-assert cyclic_width["on the way from T = 0"] < cyclic_width["to keep"] - 0.05, "the first of a phase are not"
+assert cyclic_width["on the way from T = 0"] < cyclic_width["to keep"] - 0.05, (
+    "the first of a phase are not"
+)
 print("all claims hold")

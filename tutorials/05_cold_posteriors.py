@@ -87,7 +87,12 @@ def tempered(
 ) -> ps.VectorizedMCMC:
     """Chains at a temperature, each from its own draw of the prior."""
     kernel = ps.BAOA.from_sgd(
-        model, lr=lr, momentum=0.9, num_data=N, temperature=temperature, init_strategy=init_to_sample
+        model,
+        lr=lr,
+        momentum=0.9,
+        num_data=N,
+        temperature=temperature,
+        init_strategy=init_to_sample,
     )
     mcmc = ps.VectorizedMCMC(
         kernel,
@@ -106,7 +111,9 @@ def loss(prediction: Prediction, y: Tensor) -> float:
 
 
 runs = {temperature: tempered(model, y, temperature) for temperature in TEMPERATURES}
-predictions = {temperature: model.predict(mcmc.get_samples(), test_x) for temperature, mcmc in runs.items()}
+predictions = {
+    temperature: model.predict(mcmc.get_samples(), test_x) for temperature, mcmc in runs.items()
+}
 print(f"{'on the test digits':<20}{'log loss':>10}{'accuracy':>10}{'confidence':>12}")
 for temperature, prediction in predictions.items():
     confidence, classes = prediction.probs.max(-1)
@@ -167,7 +174,9 @@ for panel, name in zip(panels, ("T = 0.1", "T = 0.1, 5 rows a step"), strict=Tru
     panel.axhspan(*ps.kinetic_band(0.1, dimension), color="0.85", label="99 % of draws at T = 0.1")
     panel.plot(measured[name].T, color="#0072B2", linewidth=0.8)
     panel.set(title=name, xlabel="draw")
-panels[0].set(ylabel="kinetic temperature", ylim=(0, 1.2 * measured["T = 0.1, 5 rows a step"].max()))
+panels[0].set(
+    ylabel="kinetic temperature", ylim=(0, 1.2 * measured["T = 0.1, 5 rows a step"].max())
+)
 panels[0].legend(loc="lower left")
 figure.savefig(OUT / "kinetic.png", dpi=150)
 
@@ -182,7 +191,9 @@ figure.savefig(OUT / "kinetic.png", dpi=150)
 # for training and test, and run the same chains again. The loss is averaged over a few such worlds.
 
 # %%
-losses: dict[str, list[list[float]]] = {"the digits": [[loss(p, test_y) for p in predictions.values()]]}
+losses: dict[str, list[list[float]]] = {
+    "the digits": [[loss(p, test_y) for p in predictions.values()]]
+}
 losses["labels drawn by the model"] = []
 whole = ps.BayesianModule(net, prior, Categorical())
 for _ in range(WORLDS):
@@ -191,12 +202,16 @@ for _ in range(WORLDS):
     own_y, own_test_y = labels[:N], labels[N:]
     losses["labels drawn by the model"].append(
         [
-            loss(model.predict(tempered(model, own_y, temperature).get_samples(), test_x), own_test_y)
+            loss(
+                model.predict(tempered(model, own_y, temperature).get_samples(), test_x), own_test_y
+            )
             for temperature in TEMPERATURES
         ]
     )
 mean = {name: np.mean(values, axis=0) for name, values in losses.items()}
-print(f"\n{'log loss':<28}" + "".join(f"{f'T = {temperature:g}':>10}" for temperature in TEMPERATURES))
+print(
+    f"\n{'log loss':<28}" + "".join(f"{f'T = {temperature:g}':>10}" for temperature in TEMPERATURES)
+)
 for name, values in mean.items():
     print(f"{name:<28}" + "".join(f"{value:>10.3f}" for value in values))
 
@@ -244,9 +259,13 @@ cold, warm = TEMPERATURES.index(0.1), TEMPERATURES.index(1.0)
 confidence, classes = predictions[1.0].probs.max(-1)
 for temperature in (0.1, 1.0):
     name = f"T = {temperature:g}"
-    assert abs(measured[name].mean() / temperature - 1) < 0.1, f"the chains at {name} hold their temperature"
+    assert abs(measured[name].mean() / temperature - 1) < 0.1, (
+        f"the chains at {name} hold their temperature"
+    )
 assert measured["T = 0.1, 5 rows a step"].mean() > 0.12, "small batches heat"
-assert mean["the digits"][cold] < mean["the digits"][warm], "on digits, T = 0.1 predicts better than T = 1"
+assert mean["the digits"][cold] < mean["the digits"][warm], (
+    "on digits, T = 0.1 predicts better than T = 1"
+)
 assert confidence.mean() < (classes == test_y).double().mean(), (
     "at T = 1 the network is right more than it says"
 )

@@ -79,9 +79,13 @@ def mixture(K: int) -> Callable[[Tensor], None]:
         of_components, of_features = {"event_dims": ["component"]}, {"event_dims": ["feature"]}
         weights = pyro.sample("weights", dist.Dirichlet(torch.full((K,), 2.0)), infer=of_components)
         with pyro.plate("component", K):
-            locs = pyro.sample("locs", dist.Normal(torch.zeros(2), 1.5).to_event(1), infer=of_features)
+            locs = pyro.sample(
+                "locs", dist.Normal(torch.zeros(2), 1.5).to_event(1), infer=of_features
+            )
             log_scales = torch.full((2,), -0.7)
-            scales = pyro.sample("scales", dist.LogNormal(log_scales, 0.5).to_event(1), infer=of_features)
+            scales = pyro.sample(
+                "scales", dist.LogNormal(log_scales, 0.5).to_event(1), infer=of_features
+            )
         with pyro.plate("bottle", len(x)):
             components = dist.Normal(locs, scales).to_event(1)
             allocated = dist.MixtureSameFamily(dist.Categorical(weights), components)
@@ -160,7 +164,9 @@ request = {
 idata = ps.from_pyro(runs[3], symmetry=symmetry, **request)
 import arviz as az
 
-names = list(idata.children) if hasattr(idata, "children") else idata.groups()  # ArviZ 1.x, and before
+names = (
+    list(idata.children) if hasattr(idata, "children") else idata.groups()
+)  # ArviZ 1.x, and before
 for name in names:
     print(name)
     for variable, values in ps.dataset(idata, name).data_vars.items():
@@ -184,7 +190,9 @@ print(f"{'':<22}" + 2 * f"{'mean':>7}{'sd':>7}{'R-hat':>8}{'ESS':>7}    ")
 for name in shown["posterior"].index:
     print(f"{name:<22}", end="")
     for summary in shown.values():
-        mean, sd, r_hat, ess = (float(summary.loc[name, c]) for c in ("mean", "sd", "r_hat", "ess_bulk"))
+        mean, sd, r_hat, ess = (
+            float(summary.loc[name, c]) for c in ("mean", "sd", "r_hat", "ess_bulk")
+        )
         print(f"{mean:>7.2f}{sd:>7.2f}{r_hat:>8.2f}{ess:>7.0f}", end="    ")
     print()
 raw, aligned = shown.values()
@@ -200,11 +208,15 @@ raw, aligned = shown.values()
 locs = torch.tensor(ps.dataset(idata, "posterior")["locs"].values)
 shuffles = torch.rand(CHAINS, DRAWS, 3).argsort(-1)
 shuffled = locs.gather(2, shuffles[..., None].expand_as(locs))
-shuffled_r_hat = float(az.rhat(ps.dataset(ps.from_pyro({"locs": shuffled}), "posterior"))["locs"].max())
+shuffled_r_hat = float(
+    az.rhat(ps.dataset(ps.from_pyro({"locs": shuffled}), "posterior"))["locs"].max()
+)
 shuffled_sd = float(shuffled.flatten(0, 1).std(0).min())
 aligned_sd = float(ps.dataset(idata, "posterior_aligned")["locs"].std(("chain", "draw")).max())
 print(f"labels at random in each draw: R-hat of the means at most {shuffled_r_hat:.3f},")
-print(f"and their standard deviation at least {shuffled_sd:.2f}; aligned it is at most {aligned_sd:.2f}")
+print(
+    f"and their standard deviation at least {shuffled_sd:.2f}; aligned it is at most {aligned_sd:.2f}"
+)
 
 # %% [markdown]
 # ## Functions of draws, beside the weights
@@ -255,7 +267,9 @@ def loo(data: Any, reff: float | None = None) -> Any:
 
 
 def elpd(result: Any) -> float:
-    return float(result.elpd if hasattr(result, "elpd") else result.elpd_loo)  # ArviZ 1.x, and before
+    return float(
+        result.elpd if hasattr(result, "elpd") else result.elpd_loo
+    )  # ArviZ 1.x, and before
 
 
 pyro.set_rng_seed(1)
@@ -265,11 +279,19 @@ of_guide = ps.from_pyro_svi(
 )
 results = {
     name: loo(data, reff(data))
-    for name, data in {"chains, K = 2": two, "chains, K = 3": idata, "guide, K = 3": of_guide}.items()
+    for name, data in {
+        "chains, K = 2": two,
+        "chains, K = 3": idata,
+        "guide, K = 3": of_guide,
+    }.items()
 }
 raw_reff = float(raw["ess_bulk"].mean()) / (CHAINS * DRAWS)
-print(f"relative efficiency of the chains, K = 3: raw parameters {raw_reff:.3f}, data {reff(idata):.3f}")
-print(f"elpd of these by default {elpd(loo(idata)):.2f}, with reff {elpd(results['chains, K = 3']):.2f}\n")
+print(
+    f"relative efficiency of the chains, K = 3: raw parameters {raw_reff:.3f}, data {reff(idata):.3f}"
+)
+print(
+    f"elpd of these by default {elpd(loo(idata)):.2f}, with reff {elpd(results['chains, K = 3']):.2f}\n"
+)
 print(f"{'':<16}{'elpd':>9}{'se':>7}{'Pareto k > 0.7':>16}")
 for name, result in results.items():
     influential = float((result.pareto_k > 0.7).mean())
@@ -311,10 +333,14 @@ replicated = {
     K: ps.dataset(data, "posterior_predictive")["x"].values.reshape(-1, *observed.shape)
     for K, data in {2: two, 3: idata}.items()
 }
-p_values = {K: float((correlation(sets) >= correlation(observed)).mean()) for K, sets in replicated.items()}
+p_values = {
+    K: float((correlation(sets) >= correlation(observed)).mean()) for K, sets in replicated.items()
+}
 for K, p in p_values.items():
     middle = np.median(correlation(replicated[K]))
-    print(f"K = {K}: correlation {correlation(observed):.2f} in the data, {middle:.2f} in replicated data")
+    print(
+        f"K = {K}: correlation {correlation(observed):.2f} in the data, {middle:.2f} in replicated data"
+    )
     print(f"       share of replicated data sets with a larger one: {p:.3f}")
 
 # %% [markdown]
@@ -328,14 +354,18 @@ for column, feature in enumerate(features):
     edges = np.linspace(observed[:, column].min() - 0.5, observed[:, column].max() + 0.5, 22)
     counts = np.array([np.histogram(one[:, column], edges)[0] for one in replicated[3]])
     low, middle, high = np.quantile(counts, (0.05, 0.5, 0.95), axis=0)
-    panel.stairs(high, edges, baseline=low, fill=True, color="#56B4E9", alpha=0.5, label="replicated, 90 %")
+    panel.stairs(
+        high, edges, baseline=low, fill=True, color="#56B4E9", alpha=0.5, label="replicated, 90 %"
+    )
     panel.stairs(middle, edges, color="#0072B2", label="replicated, median")
     panel.stairs(np.histogram(observed[:, column], edges)[0], edges, color="k", label="data")
     panel.set(xlabel=f"{feature} (standardised)", ylabel="bottles")
 panels[1].legend(fontsize=8)
 for K, colour in ((2, "#E69F00"), (3, "#0072B2")):
     label = f"replicated, K = {K}"
-    panels[2].hist(correlation(replicated[K]), 30, density=True, histtype="step", color=colour, label=label)
+    panels[2].hist(
+        correlation(replicated[K]), 30, density=True, histtype="step", color=colour, label=label
+    )
 panels[2].axvline(correlation(observed), color="k", label="data")
 panels[2].set(xlabel="correlation of flavanoids and proline", ylabel="density")
 panels[2].set_ylim(top=1.3 * panels[2].get_ylim()[1])
@@ -405,21 +435,29 @@ worse = elpd(results["chains, K = 3"]) - elpd(results["chains, K = 2"])
 error = float(comparison["dse"]["chains, K = 2"])
 kinetic = report.temperatures.loc["all sites", "kinetic"]
 distance = report.distance.loc["distance"]
-assert raw["r_hat"].max() > 1.3 and raw["ess_bulk"].min() < 20, "raw draws: the chains disagree about labels"
+assert raw["r_hat"].max() > 1.3 and raw["ess_bulk"].min() < 20, (
+    "raw draws: the chains disagree about labels"
+)
 assert aligned["r_hat"].max() < 1.1, "aligned draws: they agree about everything else"
 assert aligned["ess_bulk"].min() > 4 * raw["ess_bulk"].max(), "and are worth many more draws"
 assert shuffled_r_hat < 1.05, "labels at random in every draw: R-hat sees nothing"
 assert shuffled_sd > 3 * aligned_sd, "and the standard deviations are of the labels"
 assert apart < 1e-10, "functions that ignore labels are the same in both groups"
 assert table["r_hat"].max() < 1.1, "and the chains agree about them"
-assert float(table["mean"]["largest_share"]) > of_means, "the mean of a maximum, the maximum of means"
+assert float(table["mean"]["largest_share"]) > of_means, (
+    "the mean of a maximum, the maximum of means"
+)
 assert raw_reff < 0.2 * reff(idata), "the efficiency that LOO needs isn't that of raw parameters"
 assert worse > 2 * error, "three components predict better than two"
 gap = abs(elpd(results["guide, K = 3"]) - elpd(results["chains, K = 3"]))
 assert gap < 0.2 * worse, "the guide predicts as the chains do"
-assert all(0.05 < p < 0.95 for p in p_values.values()), "the correlation is no surprise to either model"
+assert all(0.05 < p < 0.95 for p in p_values.values()), (
+    "the correlation is no surprise to either model"
+)
 assert abs(kinetic - 1) < 0.1, "the chains run at their temperature"
 assert report.relabelling["switches"].sum() == 0, "chains keep their labels"
-assert distance["median"] < distance["mode_to_copy"] / 3, "draws are nearer to a copy than copies are"
+assert distance["median"] < distance["mode_to_copy"] / 3, (
+    "draws are nearer to a copy than copies are"
+)
 assert same_file and same_store, "files and stores give the draws back"
 print("all claims hold")

@@ -17,11 +17,17 @@ def spell_out(app: Sphinx, function: Callable[..., Any], bound: bool) -> None:
     with suppress(TypeError, AttributeError, StopIteration):
         while True:
             try:
-                function.__annotations__ = typing.get_type_hints(function, localns=known, include_extras=True)
+                function.__annotations__ = typing.get_type_hints(
+                    function, localns=known, include_extras=True
+                )
                 return
             except NameError as error:  # imported for type checkers only
-                modules = [module for name, module in sys.modules.items() if name.startswith("pyro_sym.")]
-                known[error.name] = next(vars(m)[error.name] for m in modules if error.name in vars(m))
+                modules = [
+                    module for name, module in sys.modules.items() if name.startswith("pyro_sym.")
+                ]
+                known[error.name] = next(
+                    vars(m)[error.name] for m in modules if error.name in vars(m)
+                )
 
 
 def public_bases(app: Sphinx, name: str, obj: type, options: Any, bases: list[Any]) -> None:
@@ -31,7 +37,9 @@ def public_bases(app: Sphinx, name: str, obj: type, options: Any, bases: list[An
         bases[at : at + 1] = bases[at].__bases__
 
 
-def own_members(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+def own_members(
+    app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any
+) -> bool | None:
     """Leave out what other packages define, and fields of named tuples: the list of attributes has them."""
     foreign = not (getattr(obj, "__module__", None) or "pyro_sym").startswith("pyro_sym")
     field = (getattr(obj, "__doc__", None) or "").startswith("Alias for field number")
