@@ -383,8 +383,10 @@ def deep_ensemble(
         model_kwargs: the model's keyword arguments.
         initial_params: unconstrained values by site to start from, with the members in front.
         initial_values: the same as constrained values.
-        **options: of the kernel, ``temperature`` and ``init_strategy`` among them. (Kernels start from
+        temperature: 0 by default, which trains an ensemble; at 1 the members are draws.
+        init_strategy: by default ``init_to_sample``, a draw from the prior. (Kernels start from
             ``init_to_uniform``, as Pyro's do, which makes weights so large that units saturate.)
+        **options: the kernel's other options.
 
     Returns:
         The run, whose ``get_samples()`` are the members, one a chain.
