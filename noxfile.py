@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -80,19 +79,9 @@ def coverage(session: nox.Session) -> None:
 def lower_bounds() -> dict[str, str]:
     """The lower bound of each requirement in pyproject.toml: of the package, its extras and its tests."""
     extras = PROJECT["project"]["optional-dependencies"].values()
-    requirements = PROJECT["project"]["dependencies"] + [
-        requirement for extra in extras for requirement in extra
-    ]
+    requirements = [*PROJECT["project"]["dependencies"], *(r for extra in extras for r in extra)]
     requirements += nox.project.dependency_groups(PROJECT, "test")
-    bounds: dict[str, str] = {}
-    for name, bound in (
-        match.groups() for r in requirements if (match := re.match(r"([\w.-]+)>=([\d.]+)$", r))
-    ):
-        # An extra may ask for more than the package does.
-        bounds[name] = max(
-            bounds.get(name, "0"), bound, key=lambda version: [int(n) for n in version.split(".")]
-        )
-    return bounds
+    return dict(requirement.split(">=") for requirement in requirements if ">=" in requirement)
 
 
 @nox.session(default=False, python=PYTHONS[0])
