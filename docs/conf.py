@@ -102,11 +102,11 @@ html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {
     "navbar_align": "left",
-    "header_links_before_dropdown": 6,
+    "header_links_before_dropdown": 7,
     "navbar_persistent": ["search-button-field"],
     "navbar_end": ["theme-switcher"],
     "show_toc_level": 2,
     "footer_start": ["copyright"],
     "footer_end": [],
 }
-html_sidebars = {"index": [], "getting_started": [], "changelog": []}
+html_sidebars = {"index": [], "installation": [], "getting_started": [], "changelog": []}
