@@ -63,7 +63,8 @@ class Call:
             for leaf in self.leaves
         )
         modes = tuple(getattr(run, "training", None) for run in (self.model, self.guide))
-        key = (self.model, self.guide, modes, torch.get_default_dtype(), self.spec, leaves)
+        # The structure in words: a TreeSpec has no hash in older releases of torch.
+        key = (self.model, self.guide, modes, torch.get_default_dtype(), repr(self.spec), leaves)
         try:
             hash(key)
         except TypeError as error:

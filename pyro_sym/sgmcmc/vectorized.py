@@ -28,6 +28,7 @@ from pyro_sym.sgmcmc.progress import Bar, Callback, Progress, asks_to_stop
 from pyro_sym.sgmcmc.pyro_driver import StochasticGradientKernel
 from pyro_sym.sgmcmc.start import refuse_copies
 from pyro_sym.sgmcmc.statistics import Recorder
+from pyro_sym.sgmcmc.underdamped import BAOA, SGHMC
 
 __all__ = ["VectorizedMCMC", "deep_ensemble"]
 
@@ -328,8 +329,10 @@ def deep_ensemble(
         model_kwargs: the model's keyword arguments.
         initial_params: unconstrained values by site to start from, of shape ``(num_members, *shape)``.
         initial_values: the same as constrained values.
-        **options: of the kernel, ``temperature`` and ``init_strategy`` among them. (Kernels start from
-            ``init_to_uniform`` by default, as Pyro's do, whose weights are so large that units saturate.)
+        temperature: 0 by default, which trains an ensemble; at 1 the members are draws.
+        init_strategy: by default ``init_to_sample``, a draw from the prior. (Kernels start from
+            ``init_to_uniform``, as Pyro's do, which makes weights so large that units saturate.)
+        **options: the kernel's other options.
 
     Returns:
         The run, whose ``get_samples()`` are the members, one a chain.
