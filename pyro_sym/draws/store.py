@@ -151,7 +151,7 @@ class Store:
     def create(
         self, variables: list[Variable], block: int, record: dict[str, Any], attrs: Mapping[str, Any]
     ) -> None:
-        """Create the store atomically."""
+        """Create the store atomically, lock and open it."""
         from zarr.codecs import Crc32cCodec
 
         new = self.path.with_name(f".{self.path.name}.new")
@@ -179,6 +179,8 @@ class Store:
                 self._zarr.consolidate_metadata(new)
             files.save(record, new / RECORD)
             new.rename(self.path)
+        self.lock()
+        self.open()
 
     def open(self) -> None:
         """Open the arrays for reading and writing."""

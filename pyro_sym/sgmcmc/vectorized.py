@@ -195,7 +195,8 @@ class VectorizedMCMC(ReadableRun):
                 stack.callback(self.store.close)
                 chains, draws = self._start_with(self.store)
             self._chains, self.diverged = chains, chains.diverged
-            self._draws = stack.enter_context(draws)
+            self._draws = draws
+            stack.callback(draws.close)
             began = time.perf_counter() - draws.sampling_time
             total = self.warmup_steps + self.num_samples
             bar = stack.enter_context(Bar(total, draws.done, self.thinning, disable=self.disable_progbar))

@@ -112,7 +112,7 @@ def crashed(path: Path, sgmcmc: StochasticGradientKernel, draw: int, **options: 
     """A run that ends before a draw (counted with the warm-up), with nothing written afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         crash_at(patch, draw)
-        patch.setattr(on_disk.DrawsOnDisk, "__exit__", lambda self, *_: self._store.close())
+        patch.setattr(on_disk.DrawsOnDisk, "close", lambda self: self._store.close())
         with pytest.raises(Crash):
             run(sgmcmc, store=path, **options)
 
