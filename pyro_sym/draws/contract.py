@@ -95,13 +95,7 @@ class Draws(ABC):
 
 
 def copy_draw(chains: DrawingChains, row: Tensor, diverging: Tensor) -> None:
-    """Copy the positions, with NaN for chains that have ended.
-
-    Args:
-        chains: the chains.
-        row: is overwritten with the positions, of shape ``(C, d)``.
-        diverging: is set to true for chains that have ended, of shape ``(C,)``.
-    """
+    """Copy positions to ``row`` ``(C, d)``; for ended chains set NaN, and true in ``diverging`` ``(C,)``."""
     row.copy_(chains.position)
     if ended := list(chains.diverged):
         row[ended], diverging[ended] = torch.nan, True

@@ -92,10 +92,6 @@ class Store:
                 f"{self.path} exists and is no store of draws; pass another path, or remove what is there"
             )
 
-    def exists(self) -> bool:
-        """Whether there is a stored run."""
-        return self.path.exists()
-
     def record(self) -> dict[str, Any]:
         """The record that was committed last."""
         path = self.path / RECORD

@@ -227,7 +227,7 @@ class VectorizedMCMC(ReadableRun):
     def _start_with(self, store: Store) -> tuple[Chains, Draws]:
         """Start the chains; if the store holds a run, as it was started, then restore their state."""
         record = None
-        if store.exists():
+        if store.path.exists():
             if not self.resume:
                 raise FileExistsError(
                     f"{store.path} already holds a run; pass resume=True to resume it, or another path"

@@ -1,4 +1,7 @@
-"""What is the same has the same words in every process; what makes another run has others."""
+"""Equal values have equal words in every process; what makes a different run has different words.
+
+Covers ``fingerprint``, ``value_reader``, ``referenced_code`` and ``identity``.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,7 @@ SCALE, TABLE = 1.0, {"a": torch.ones(2)}
 
 
 class Model:
-    """A model with numbers in every place that Python has for them."""
+    """A model with numbers in attributes, class attributes and global variables."""
 
     shift = 0.0
 
@@ -298,7 +301,7 @@ def everything() -> list[Any]:
 
 
 def test_words_are_the_same_in_another_process() -> None:
-    """With another seed of Python's hashes, which order sets."""
+    """With another seed of Python's hashes, which determine the order of sets."""
     code = "from tests.draws.test_fingerprint import *; print(words(everything()))"
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     environment = {**os.environ, "PYTHONHASHSEED": seed}
@@ -399,7 +402,7 @@ def test_parameters_that_are_sampled_make_no_difference() -> None:
 
 
 def test_a_distribution_is_the_same_after_it_was_used() -> None:
-    """Distributions keep what they have computed once."""
+    """Distributions cache properties."""
     fresh, used = (
         [
             dist.Categorical(logits=torch.tensor([0.1, 0.9])),
@@ -447,13 +450,13 @@ def numbers() -> Iterator[int]:
     yield 1
 
 
-def test_what_can_not_be_read_is_said(tmp_path: Path) -> None:
+def test_what_can_not_be_read_is_a_doubt(tmp_path: Path) -> None:
     with (tmp_path / "data").open("w") as file:
         doubts = fingerprint({"model": Model(file=file, rows=[numbers()], text=io.StringIO("a"))}).doubts
     assert doubts == ["model.file: a _io.TextIOWrapper", "model.rows[0]: a builtins.generator"]
 
 
-def test_what_is_too_large_or_too_deep_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_large_or_too_deep_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(value_reader, "MAX_OBJECTS", 100)
     (doubt,) = fingerprint({"model": [[i] for i in range(1000)]}).doubts
     assert doubt == "model[100] and what comes after it: too much to read"
@@ -497,7 +500,7 @@ class Counting:
         pyro.sample("m", dist.Normal(pyro.param("loc", torch.tensor(1.0)), 1.0))
 
 
-def test_what_a_model_changes_itself_is_said_and_not_compared(tmp_path: Path) -> None:
+def test_what_a_model_changes_itself_is_warned_of_and_not_compared(tmp_path: Path) -> None:
     model = Counting()
     for resume, calls in ((False, 0), (True, 30)):
         with pytest.warns(UserWarning, match=r"changes model.calls(, model.seen)? when it runs"):

@@ -1,4 +1,7 @@
-"""What users do with a run: callbacks, tables of few draws, temperatures by chain, an SGD's settings."""
+"""What users do with a run: callbacks, tables of few draws, temperatures by chain, an SGD's settings.
+
+Covers ``progress``, ``from_sgd`` and, of draws, ``summaries``.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +30,12 @@ from pyro_sym.sgmcmc.kernels import BAOA, SGHMC, SGLD, SGNHT, LeimkuhlerMatthews
 from pyro_sym.sgmcmc.preconditioners import PerSite
 from pyro_sym.sgmcmc.progress import Bar, Progress
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC, deep_ensemble
+from tests.sgmcmc.test_vectorized import STARTS
+from tests.sgmcmc.test_vectorized import full_model as model
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 ALL_KERNELS = [SGLD, LeimkuhlerMatthews, SGHMC, BAOA, SGNHT]
-
-
-def model() -> None:
-    pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    pyro.sample("a", dist.LogNormal(0.0, 1.0))
 
 
 def regression(x: Tensor, y: Tensor) -> None:
@@ -62,7 +62,7 @@ def refused(mcmc: VectorizedMCMC, why: str) -> None:
             ask()
 
 
-def test_without_draws_tables_say_why_there_are_none() -> None:
+def test_without_draws_tables_raise_an_error_that_says_why() -> None:
     refused(sampler(BAOA(model, step_size=0.1)), r"call run\(\) first")
     diverged = sampler(BAOA(narrow, step_size=1.0), warmup_steps=50, num_chains=2)
     with pytest.raises(DivergenceError):
@@ -183,7 +183,7 @@ def test_a_callback_sees_the_run_and_does_not_change_it(thinning: int) -> None:
     seen: list[dict[str, Any]] = []
 
     def look(progress: Progress) -> None:
-        torch.randn(7)  # which the run must not miss
+        torch.randn(7)  # must not change the run
         seen.append(
             {
                 "done": progress.done,
@@ -283,14 +283,14 @@ def test_callbacks_out_of_range() -> None:
 
 
 class Clock:
-    """Seconds that pass when somebody says so."""
+    """A clock that is set by hand."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
 
-def test_the_bar_goes_by_time_within_a_draw_too(
+def test_the_bar_is_redrawn_by_time_also_within_a_draw(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mcmc = sampler(BAOA(model, step_size=0.1))
@@ -323,7 +323,6 @@ def test_there_is_no_bar_where_it_is_disabled(capsys: pytest.CaptureFixture[str]
 # --- temperatures by chain ----------------------------------------------------------------------------------
 
 LADDER = (0.0, 0.25, 1.0)
-STARTS = {"a": torch.tensor([-1.0, 0.5, 2.0]), "b": torch.tensor([[1.0, 2.0], [3.0, 4.0], [0.0, -1.0]])}
 
 
 def laddered(kind: Any, temperature: Any, **options: Any) -> VectorizedMCMC:
@@ -352,7 +351,7 @@ def test_each_chain_of_a_ladder_is_that_of_its_temperature(
         theirs = alone.diagnostics()["sample_stats"][f"chain {chain}"]
         assert (stats[f"chain {chain}"]["temperature"] == temperature).all()
         torch.testing.assert_close(stats[f"chain {chain}"], theirs)
-    # the control: another ladder has other chains
+    # negative control: another ladder has other chains
     other = laddered(kind, (0.0, 0.5, 1.0), **options).get_samples(group_by_chain=True)["b"]
     same = [torch.equal(other[chain], samples["b"][chain]) for chain in range(3)]
     assert same == [True, False, True]
@@ -530,12 +529,14 @@ GOOD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
         ({"momentum": 0.9}, TypeError, "wants the learning rate"),
     ],
 )
-def test_optimizers_that_no_kernel_is_like(arguments: Any, error: type[Exception], message: str) -> None:
+def test_optimizers_without_a_kernel_are_refused(
+    arguments: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         BAOA.from_sgd(model, num_data=50, **arguments)
 
 
-def test_momentum_is_not_for_kernels_without() -> None:
+def test_momentum_is_refused_by_kernels_without() -> None:
     optimizer = torch.optim.SGD(weights(), lr=0.1, momentum=0.9)
     for kind in (SGLD, LeimkuhlerMatthews):
         with pytest.raises(ValueError, match=rf"momentum=0.9, and {kind.__name__} has none; take BAOA"):
