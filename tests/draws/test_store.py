@@ -441,50 +441,6 @@ def test_blocks_are_a_twentieth_of_the_run_or_64_megabytes() -> None:
 # --- what is refused ----------------------------------------------------------------------------------------
 
 
-def another_model(x: Tensor, y: Tensor) -> None:
-    slope = pyro.sample("net/slope", dist.Normal(torch.zeros(2, 3), 2.0).to_event(2))
-    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
-    with pyro.plate("rows", len(x), subsample_size=5) as rows:
-        pyro.sample("y", dist.Normal(slope.sum() * x[rows], scale), obs=y[rows])
-
-
-def wider_model(x: Tensor, y: Tensor) -> None:
-    slope = pyro.sample("net/slope", dist.Normal(torch.zeros(2, 4), 1.0).to_event(2))
-    pyro.sample("y", dist.Normal(slope.sum() * x, 1.0).to_event(1), obs=y)
-
-
-@pytest.mark.parametrize(
-    ("make", "options", "message"),
-    [
-        (lambda: kernel(model=another_model), {}, "model was regression when .* and is another_model"),
-        (lambda: kernel(model=wider_model), {}, r"its sites was .*\(2, 3\).* and is .*\(2, 4\)"),
-        (lambda: kernel(SGHMC), {}, "kernel was 'BAOA' when it was started and is 'SGHMC' now"),
-        (lambda: kernel(step_size=0.02), {}, "step_size was 0.01 when it was started and is 0.02 now"),
-        (lambda: kernel(friction=2.0), {}, "friction was 1.0 when it was started and is 2.0"),
-        (lambda: kernel(jit="auto"), {}, "jit was 'eager' when it was started and is 'auto'"),
-        (kernel, {"num_chains": 3}, "num_chains was 2 when it was started and is 3"),
-        (kernel, {"thinning": 1}, "thinning was 2 when it was started and is 1"),
-        (kernel, {"warmup_steps": 4}, "warmup_steps was 5 when it was started and is 4"),
-        (kernel, {"store_every": 4}, "store_every was 3 when it was started and is 4"),
-    ],
-)
-def test_another_run_is_refused(
-    make: Callable[[], StochasticGradientKernel], options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    crashed(tmp_path / "run", kernel(), 10)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.name != "lock"}
-    with pytest.raises(ValueError, match=f"run holds another run: .*{message}"):
-        run(make(), store=tmp_path / "run", resume=True, **options)
-    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.name != "lock"}
-    assert after == before
-
-
-def test_other_data_are_refused(tmp_path: Path) -> None:
-    crashed(tmp_path / "run", kernel(), 10)
-    with pytest.raises(ValueError, match=r"args\[1\] was float64 tensor .* and is float64 tensor"):
-        mcmc(kernel(), store=tmp_path / "run", resume=True).run(X, Y + 1)
-
-
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     run(kernel(), store=tmp_path / "run")
     with pytest.raises(FileExistsError, match="already holds a run; pass resume=True"):
@@ -526,33 +482,6 @@ def test_two_processes_do_not_write_to_one_store(tmp_path: Path) -> None:
         with pytest.raises(BlockingIOError, match=r"another process is writing to .*run; wait for it"):
             run(kernel(), store=tmp_path / "run", resume=True)
     run(kernel(), store=tmp_path / "run", resume=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "more"), [("torch", ""), ("pyro", ""), ("python", "code has changed can't be checked")]
-)
-def test_other_versions_are_warned_of(name: str, more: str, tmp_path: Path) -> None:
-    crashed(tmp_path / "run", kernel(), 10)
-    record = torch.load(tmp_path / "run" / "state.pt")
-    record["identity"]["versions"][name] = "2.0"
-    torch.save(record, tmp_path / "run" / "state.pt")
-    with pytest.warns(UserWarning, match=rf"begun with {name} 2.0 and is resumed with.*{more}"):
-        run(kernel(), store=tmp_path / "run", resume=True)
-    if name == "python":  # whose byte code is another, but not the values that it works on
-        record["identity"]["words"]["model: code"] = "code of another version"
-        torch.save(record, tmp_path / "run" / "state.pt")
-        with pytest.warns(UserWarning, match="begun with python"):
-            run(kernel(), store=tmp_path / "run", resume=True)
-        with pytest.raises(ValueError, match=r"step_size was 0\.01"):
-            run(kernel(step_size=0.02), store=tmp_path / "run", resume=True)
-
-
-def test_another_format_is_refused(tmp_path: Path) -> None:
-    crashed(tmp_path / "run", kernel(), 10)
-    record = torch.load(tmp_path / "run" / "state.pt")
-    torch.save({**record, "format": 99}, tmp_path / "run" / "state.pt")
-    with pytest.raises(ValueError, match="has format 99, this version of pyro_sym resumes format 2"):
-        run(kernel(), store=tmp_path / "run", resume=True)
 
 
 def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
