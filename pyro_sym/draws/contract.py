@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -58,7 +57,7 @@ class StatisticsRecorder(Protocol):
 class Draws(ABC):
     """The draws of a run and their statistics, as they are taken.
 
-    It is a context manager; draws can be read within it and after it, however it was left.
+    They can be read during the run, and after :meth:`close`.
 
     Attributes:
         done: draws of each chain so far, warm-up included.
@@ -91,23 +90,12 @@ class Draws(ABC):
     def diverging(self) -> Tensor:
         """Which draws are NaN because their chain had ended, of shape ``(draws, C)``."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
+    def close(self) -> None:  # noqa: B027
+        """End the run, however it went."""
 
 
 def copy_draw(chains: DrawingChains, row: Tensor, diverging: Tensor) -> None:
-    """Copy the positions, with NaN for chains that have ended.
-
-    Args:
-        chains: the chains.
-        row: is overwritten with the positions, of shape ``(C, d)``.
-        diverging: is set to true for chains that have ended, of shape ``(C,)``.
-    """
+    """Copy positions to ``row`` ``(C, d)``; for ended chains set NaN, and true in ``diverging`` ``(C,)``."""
     row.copy_(chains.position)
     if ended := list(chains.diverged):
         row[ended], diverging[ended] = torch.nan, True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -17,27 +18,21 @@ COLLAPSED = ", with all in it "
 """What precedes the digest of a place and everything below it."""
 
 
+@dataclass(frozen=True, eq=False)
 class Fingerprint:
     """Values as they were at one moment, in words that are the same in every process.
 
-    Args:
+    Attributes:
         roots: names and parts.
         doubts: places that can't be read, with the reason.
         handlers: places of Pyro's effect handlers, which keep what they computed.
         tensors: digests of large tensors, to be reused for those that did not change.
     """
 
-    def __init__(
-        self,
-        roots: list[tuple[str, Part]],
-        doubts: list[str],
-        handlers: list[str],
-        tensors: dict[int, tuple[Tensor, int, str]],
-    ) -> None:
-        self._roots = roots
-        self.doubts = doubts
-        self.handlers = handlers
-        self.tensors = tensors
+    roots: list[tuple[str, Part]]
+    doubts: list[str]
+    handlers: list[str]
+    tensors: dict[int, tuple[Tensor, int, str]]
 
     def words(self, leave_out: Collection[str] = ()) -> dict[str, str]:
         """Say what is at each place.
@@ -51,7 +46,7 @@ class Fingerprint:
         """
         left_out = tuple(f".{name}" for name in leave_out)
         digests: dict[int, str] = {}
-        level = list(self._roots)
+        level = list(self.roots)
         words = {place: part.word for place, part in level}
         while level:
             deeper: list[tuple[str, Part]] = []

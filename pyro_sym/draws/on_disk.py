@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -68,10 +67,7 @@ class DrawsOnDisk(StoredDraws):
             by_site = {"latent_site": list(sites), "unconstrained_sizes": dict(potential.sizes)}
             variables = _variables(chains, recorder, sites, num_samples)
             store.create(variables, block, self._record(), {**attrs, **by_site})
-            store.lock()
-            store.open()
         else:
-            store.open()
             self._resume(identity, record)
         super().__init__(store.arrays, sites, chains.position.device)
         self.done, self.num_draws, self.sampling_time = (
@@ -102,9 +98,7 @@ class DrawsOnDisk(StoredDraws):
             self._store.commit(self._record())
             self._note()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         """Write the draws of an unfinished block, without a commit: chains may be between two draws."""
         try:
             if self._pending:
@@ -142,6 +136,7 @@ class DrawsOnDisk(StoredDraws):
 
     def _resume(self, identity: Identity, record: Mapping[str, Any]) -> None:
         """Check that the stored run is this one before anything is written, and restore its state."""
+        self._store.open()
         path, stored = self._store.path, self._store.arrays.num_samples
         if differences := identity.differences(record["identity"]):
             raise ValueError(

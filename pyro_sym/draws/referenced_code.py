@@ -94,14 +94,11 @@ def file_of_module(module: str) -> str | None:
 @functools.cache
 def is_installed(file: str | None) -> bool:
     """Whether code belongs to Python or an installed package, so that its name identifies it."""
-    if file is None or (file.startswith("<") and not file.startswith("<frozen")):
-        return False
-    return file.startswith("<frozen") or _is_within(Path(file))
-
-
-def _is_within(file: Path) -> bool:
-    packages = {"site-packages", "dist-packages"}
-    return not packages.isdisjoint(file.parts) or not _folders().isdisjoint(file.parents)
+    if file is None or file.startswith("<"):
+        return file is not None and file.startswith("<frozen")
+    path = Path(file)
+    in_packages = "site-packages" in path.parts or "dist-packages" in path.parts
+    return in_packages or not _folders().isdisjoint(path.parents)
 
 
 @functools.cache

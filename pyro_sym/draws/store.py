@@ -92,10 +92,6 @@ class Store:
                 f"{self.path} exists and is no store of draws; pass another path, or remove what is there"
             )
 
-    def exists(self) -> bool:
-        """Whether there is a stored run."""
-        return self.path.exists()
-
     def record(self) -> dict[str, Any]:
         """The record that was committed last."""
         path = self.path / RECORD
@@ -151,7 +147,7 @@ class Store:
     def create(
         self, variables: list[Variable], block: int, record: dict[str, Any], attrs: Mapping[str, Any]
     ) -> None:
-        """Create the store atomically."""
+        """Create the store atomically, lock and open it."""
         from zarr.codecs import Crc32cCodec
 
         new = self.path.with_name(f".{self.path.name}.new")
@@ -179,6 +175,8 @@ class Store:
                 self._zarr.consolidate_metadata(new)
             files.save(record, new / RECORD)
             new.rename(self.path)
+        self.lock()
+        self.open()
 
     def open(self) -> None:
         """Open the arrays for reading and writing."""

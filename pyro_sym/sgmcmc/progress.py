@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pyro_sym._random import fork_random_state
 from pyro_sym.draws.contract import Draws
-from pyro_sym.draws.divergence import Divergence
 from pyro_sym.draws.readable import ReadableRun
 from pyro_sym.sgmcmc.chains import Chains
 
@@ -28,7 +27,14 @@ class Progress:
         num_draws: draws of each chain that were kept so far.
         num_samples: draws of each chain to keep in all.
         warmup_steps: draws of each chain that are discarded first.
+        warming_up: whether draws are still discarded.
         seconds: since the run began.
+        step: steps taken so far.
+        step_size: the step size of the last step.
+        temperature: the temperature of the last step, a number or one for each chain.
+        potential_energy: :math:`U` of each chain, of shape ``(C,)``; an estimate on a minibatch if plates are
+            subsampled.
+        diverged: the divergences so far, by chain.
 
     Example:
         >>> def model():
@@ -57,41 +63,17 @@ class Progress:
         self.num_draws = max(0, draws.done - warmup_steps)
         self.num_samples = num_samples
         self.warmup_steps = warmup_steps
+        self.warming_up = draws.done < warmup_steps
         self.seconds = draws.sampling_time
+        self.step = chains.step
+        self.step_size = chains.step_size
+        self.temperature = chains.temperature
+        self.potential_energy = chains.energy.clone()
+        self.diverged = dict(chains.diverged)
 
     def __repr__(self) -> str:
         """How many of the draws are done."""
         return f"Progress({self.done} of {self.warmup_steps + self.num_samples} draws)"
-
-    @property
-    def warming_up(self) -> bool:
-        """Whether draws are still discarded."""
-        return self.done < self.warmup_steps
-
-    @property
-    def step(self) -> int:
-        """Steps taken so far."""
-        return self._chains.step
-
-    @property
-    def step_size(self) -> float:
-        """The step size of the last step."""
-        return self._chains.step_size
-
-    @property
-    def temperature(self) -> float | tuple[float, ...]:
-        """The temperature of the last step, a number or one for each chain."""
-        return self._chains.temperature
-
-    @property
-    def potential_energy(self) -> Tensor:
-        """:math:`U` of each chain, of shape ``(C,)``; an estimate on a minibatch if plates are subsampled."""
-        return self._chains.energy.clone()
-
-    @property
-    def diverged(self) -> dict[int, Divergence]:
-        """The divergences so far, by chain."""
-        return dict(self._chains.diverged)
 
     def values(self) -> dict[str, Tensor]:
         """The current constrained values by site, of shape ``(C, *shape)``."""

@@ -197,7 +197,8 @@ class VectorizedMCMC(ReadableRun):
                 stack.callback(self.store.close)
                 chains, draws = self._start_with(self.store)
             self._chains, self.diverged = chains, chains.diverged
-            self._draws = stack.enter_context(draws)
+            self._draws = draws
+            stack.callback(draws.close)
             began = time.perf_counter() - draws.sampling_time
             total = self.warmup_steps + self.num_samples
             bar = stack.enter_context(Bar(total, draws.done, self.thinning, disable=self.disable_progbar))
@@ -228,7 +229,7 @@ class VectorizedMCMC(ReadableRun):
     def _start_with(self, store: Store) -> tuple[Chains, Draws]:
         """Start the chains; if the store holds a run, as it was started, then restore their state."""
         record = None
-        if store.exists():
+        if store.path.exists():
             if not self.resume:
                 raise FileExistsError(
                     f"{store.path} already holds a run; pass resume=True to resume it, or another path"

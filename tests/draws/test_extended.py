@@ -1,4 +1,4 @@
-"""A stored run with more draws: those that were there stay, and the others are those of one long run."""
+"""A stored run that is extended: old draws stay, and new ones are those of a single long run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 def equal(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    """Draws and the next random number to the bit, statistics to rounding: their blocks have other sizes."""
+    """Draws and the next random number bit for bit, statistics up to rounding, as their blocks differ."""
     torch.testing.assert_close(ours["stats"], theirs["stats"], rtol=1e-12, atol=1e-12)
     return same(ours["samples"], theirs["samples"]) and same(ours["next"], theirs["next"])
 
@@ -46,8 +46,8 @@ def test_defaults_are_those_of_the_run_that_is_extended(options: dict[str, Any],
     assert same(results(extended)["samples"], results(run(kernel()))["samples"])
 
 
-def test_learnt_masses_and_momenta_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: without either, the bits are others."""
+def test_learnt_masses_and_momenta_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: without either, the draws differ."""
 
     def sghmc() -> Any:
         return kernel(SGHMC, preconditioner=PerSite())

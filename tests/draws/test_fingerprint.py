@@ -1,4 +1,7 @@
-"""What is the same has the same words in every process; what makes another run has others."""
+"""Equal values have equal words in every process; what makes a different run has different words.
+
+Covers ``fingerprint``, ``value_reader``, ``referenced_code`` and ``identity``.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,9 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, Weighte
 
 from pyro_sym.draws import value_reader
 from pyro_sym.draws.fingerprint import MAX_WORDS, Fingerprint, fingerprint
-from pyro_sym.draws.identity import Identity, identify
 from pyro_sym.nn import BayesianModule, Categorical, IIDPrior
 from pyro_sym.sgmcmc.preconditioners import RMSprop
 from pyro_sym.sgmcmc.schedules import Cyclical
-from tests.draws.test_store import crashed, kernel, run
 from tests.sgmcmc import maps
 
 
@@ -84,7 +85,7 @@ SCALE, TABLE = 1.0, {"a": torch.ones(2)}
 
 
 class Model:
-    """A model with numbers in every place that Python has for them."""
+    """A model with numbers in attributes, class attributes and global variables."""
 
     shift = 0.0
 
@@ -298,7 +299,7 @@ def everything() -> list[Any]:
 
 
 def test_words_are_the_same_in_another_process() -> None:
-    """With another seed of Python's hashes, which order sets."""
+    """With another seed of Python's hashes, which determine the order of sets."""
     code = "from tests.draws.test_fingerprint import *; print(words(everything()))"
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     environment = {**os.environ, "PYTHONHASHSEED": seed}
@@ -399,7 +400,7 @@ def test_parameters_that_are_sampled_make_no_difference() -> None:
 
 
 def test_a_distribution_is_the_same_after_it_was_used() -> None:
-    """Distributions keep what they have computed once."""
+    """Distributions cache properties."""
     fresh, used = (
         [
             dist.Categorical(logits=torch.tensor([0.1, 0.9])),
@@ -447,13 +448,13 @@ def numbers() -> Iterator[int]:
     yield 1
 
 
-def test_what_can_not_be_read_is_said(tmp_path: Path) -> None:
+def test_what_can_not_be_read_is_a_doubt(tmp_path: Path) -> None:
     with (tmp_path / "data").open("w") as file:
         doubts = fingerprint({"model": Model(file=file, rows=[numbers()], text=io.StringIO("a"))}).doubts
     assert doubts == ["model.file: a _io.TextIOWrapper", "model.rows[0]: a builtins.generator"]
 
 
-def test_what_is_too_large_or_too_deep_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_large_or_too_deep_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(value_reader, "MAX_OBJECTS", 100)
     (doubt,) = fingerprint({"model": [[i] for i in range(1000)]}).doubts
     assert doubt == "model[100] and what comes after it: too much to read"
@@ -482,73 +483,3 @@ def test_it_is_quick() -> None:
     began = time.perf_counter()
     assert isinstance(fingerprint({"model": [bayesian(), Model()]}), Fingerprint)
     assert time.perf_counter() - began < 1.0
-
-
-# --- a run's identity ---------------------------------------------------------------------------------------
-
-
-class Counting:
-    def __init__(self) -> None:
-        self.calls, self.seen = 0, {}  # type: ignore[var-annotated]
-
-    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        self.calls += 1
-        self.seen["x"] = x
-        pyro.sample("m", dist.Normal(pyro.param("loc", torch.tensor(1.0)), 1.0))
-
-
-def test_what_a_model_changes_itself_is_said_and_not_compared(tmp_path: Path) -> None:
-    model = Counting()
-    for resume, calls in ((False, 0), (True, 30)):
-        with pytest.warns(UserWarning, match=r"changes model.calls(, model.seen)? when it runs"):
-            run(kernel(model=model), store=tmp_path / "run", resume=resume)
-        assert model.calls > calls
-
-
-def test_parameters_of_the_param_store_are_compared(tmp_path: Path) -> None:
-    pyro.clear_param_store()
-
-    def model(x: torch.Tensor, y: torch.Tensor) -> None:
-        pyro.sample("m", dist.Normal(pyro.param("loc", torch.tensor(1.0)), 1.0))
-
-    pyro.param("another", torch.tensor(0.0))
-    crashed(tmp_path / "run", kernel(model=model), 10)
-    pyro.get_param_store()["another"] = torch.tensor(1.0)
-    run(kernel(model=model), store=tmp_path / "run", resume=True)
-    pyro.get_param_store()["loc"] = torch.tensor(2.0)
-    with pytest.raises(ValueError, match=r"pyro.param\('loc'\) was float32 tensor of shape \(\) 1.0"):
-        run(kernel(model=model), store=tmp_path / "run", resume=True)
-    pyro.clear_param_store()
-
-
-def test_an_open_file_is_warned_of(tmp_path: Path) -> None:
-    with (tmp_path / "data").open("w") as file:
-
-        def model(x: torch.Tensor, y: torch.Tensor) -> None:
-            pyro.sample("m", dist.Normal(0.0, 1.0 if file.closed else 2.0))
-
-        for resume in (False, True):
-            with pytest.warns(
-                UserWarning, match=r"depends on objects that can't be read: model: variable file: a _io.Text"
-            ):
-                run(kernel(model=model), store=tmp_path / "run", resume=resume)
-
-
-@pytest.mark.parametrize("part", ["attribute", "global"])
-def test_another_model_is_refused(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the same model, made anew, goes on."""
-
-    def identity(model: Model) -> Identity:
-        roots = {"model": model}
-        return identify(roots, fingerprint(roots), kernel(model=model).start().potential.program, {})
-
-    first = identity(Model()).record()
-    assert identity(Model()).differences(first) == []
-    if part == "attribute":
-        other = identity(Model(100.0))
-        expected = "model.loc was 0.0 when it was started and is 100.0 now"
-    else:
-        monkeypatch.setattr(sys.modules[__name__], "SCALE", 2.0)
-        other = identity(Model())
-        expected = "model.__class__.__call__: global SCALE was 1.0 when it was started and is 2.0 now"
-    assert other.differences(first) == [expected]

@@ -1,6 +1,6 @@
 """Statistics that only the recorder knows are stored, resumed, extended, read and exported.
 
-Also the tests of ``pyro_sym.draws.contract``: draws depend on nothing that is not in it.
+Covers ``contract``.
 """
 
 from __future__ import annotations
