@@ -326,6 +326,8 @@ def test_unknown_options_and_wrong_types_are_refused_before_the_model_runs() -> 
 
 
 def test_draws_without_a_model() -> None:
+    named = from_pyro({"x": torch.randn(2, 5, 3)}, dims={"x": ["latent_site"]})  # a name like any other
+    assert dataset(named, "posterior").sizes["latent_site"] == 3
     data = from_pyro(given({"x": torch.randn(2, 5, 3)}))
     assert groups(data) == {"posterior"}
     assert dataset(data, "posterior")["x"].dims[2:] == ("x_dim_0",)
