@@ -30,6 +30,7 @@ def write_out(options: Any, defaults: Mapping[str, Any]) -> Callable[[F], F]:
         A decorator. It returns the function itself, so that a call costs what it did before.
     """
     entries = textwrap.dedent(inspect.cleandoc(options.__doc__ or "").partition("Attributes:\n")[2])
+    types = get_type_hints(options)
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
@@ -38,9 +39,11 @@ def write_out(options: Any, defaults: Mapping[str, Any]) -> Callable[[F], F]:
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotation
             )
-            for name, annotation in get_type_hints(options).items()
+            for name, annotation in types.items()
         ]
         function.__signature__ = signature.replace(parameters=[*named, *shared])  # type: ignore[attr-defined]
+        own = {name: hint for name, hint in function.__annotations__.items() if name != "options"}
+        function.__annotations__ = {**own, **types}
         function.__doc__ = ENTRY.sub(
             lambda entry: textwrap.indent(entries, entry["indent"]) + "\n", function.__doc__ or ""
         )

@@ -49,13 +49,7 @@ class FiniteChains:
 
     @classmethod
     def of(cls, data: Any, var_names: Collection[str] | None, max_coordinates: int | None) -> FiniteChains:
-        """Read them from an export.
-
-        Args:
-            data: the export.
-            var_names: variables, by default all.
-            max_coordinates: of one variable; ``None`` for all.
-        """
+        """Read the named variables of an export, or all, and at most so many coordinates of each."""
         posterior = dataset(data, "posterior")
         names = list(posterior.data_vars) if var_names is None else list(var_names)
         for name in names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import textwrap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -24,13 +25,13 @@ __all__ = ["Report", "report"]
 
 TITLES = {
     "convergence": "Convergence: the worst coordinate of each variable, raw | aligned",
-    "temperatures": "Temperatures by site, each mean with the band it should be in (! if it is not)",
-    "relabelling": "Relabelling: what alignment did to the draws",
+    "temperatures": "Temperatures by site: means, with the bands they should be in (! if outside)",
+    "relabelling": "Relabelling of draws by the alignment",
     "confidence": "Confidence of the alignment",
     "distance": "Distance to the nearest equivalent mode",
     "gain": "Gain of symmetrising the guide, in nats",
     "discrepancy": "Kernel Stein discrepancy, squared",
-    "directions": "Temperatures along principal directions of the draws, relative to the target's",
+    "directions": "Temperatures along principal directions, relative to the target's",
 }
 
 
@@ -74,7 +75,8 @@ class Report:
 
     def __str__(self) -> str:
         parts = [f"{TITLES[name]}\n{_shown(table).to_string()}" for name, table in self.tables.items()]
-        return "\n\n".join([*parts, *(f"* {note}" for note in self.notes)])
+        notes = [textwrap.fill(f"* {note}", 100, subsequent_indent="  ") for note in self.notes]
+        return "\n\n".join([*parts, *notes])
 
     def _repr_html_(self) -> str:
         parts = [f"<h4>{TITLES[name]}</h4>{_shown(table).to_html()}" for name, table in self.tables.items()]

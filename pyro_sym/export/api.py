@@ -52,9 +52,6 @@ def from_pyro(
     A site that ``poutine.condition`` fixes is data, as with ``obs=``, if its density depends on the latent
     sites. Otherwise it is a parameter, and keeps its value in the predictions.
 
-    The weights of a network have many equal modes, so their R-hat says little. Look at R-hat of what the
-    network predicts at some inputs, as one of the ``functions``.
-
     Dims are named after the plates, and event dims after ``infer={"event_dims": ["feature"]}`` of the site;
     dims without a name are called ``site_dim_0`` and so on. Slashes in names, as from
     ``pyro.contrib.autoname.scope``, become dots. Data ``y_0``, ``y_1``, ... of a sequential plate become one
@@ -75,9 +72,6 @@ def from_pyro(
     in doubt; the attribute ``alignment`` holds the share of such draws and the smallest confidence.
 
     Torch's random state is restored: two calls simulate the same data.
-
-    ArviZ reads an opened file lazily and keeps it locked: write data that were read from a file to another
-    file, not to the same one.
 
     Args:
         mcmc: a :class:`pyro.infer.MCMC` that has been run, with any kernel; a

@@ -7,9 +7,9 @@ from typing import Any
 
 import pyro
 import torch
-import torch.distributions as torch_dist
 from pyro import poutine
 from torch import Tensor
+from torch.distributions import MixtureSameFamily
 
 from pyro_sym.export.log_sum import LogSum
 from pyro_sym.export.sites import unseen
@@ -85,10 +85,15 @@ def allocation_probabilities(
     args = tuple(args)
     with unseen(), pyro.validation_enabled(False):
         program = Program(model, args, kwargs)
-        _refuse_subsampled(program)
+        for name, plate in program.plates.items():
+            raise ValueError(
+                f"plate {name!r} shows {plate.subsample_size} of its {plate.size} rows, and allocations are "
+                "of all data; pass a model without subsample_size"
+            )
         nodes = program.trace({name: latent.value for name, latent in program.latents.items()}).nodes
         no_data = {*program.latents, *fixed_parameters(model, args, kwargs)}
-    mixtures = [name for name, node in nodes.items() if _is_observed_mixture(node) and name not in no_data]
+    observed = {name: node["fn"] for name, node in nodes.items() if is_data(node) and name not in no_data}
+    mixtures = [name for name, fn in observed.items() if isinstance(fn, MixtureSameFamily)]
     sites = [site] if site is not None else list(program.enumerated) or mixtures
     if not sites or not set(sites) <= {*program.enumerated, *mixtures}:
         raise ValueError(
@@ -125,14 +130,6 @@ def allocation_probabilities(
     return probabilities
 
 
-def _refuse_subsampled(program: Program) -> None:
-    for name, plate in program.plates.items():
-        raise ValueError(
-            f"plate {name!r} shows {plate.subsample_size} of its {plate.size} rows, and allocations are of "
-            "all data; pass a model without subsample_size"
-        )
-
-
 def _marginals(program: Program, draw: Mapping[str, Tensor], nodes: Mapping[str, Any]) -> list[Tensor]:
     """Probabilities of values: the derivatives of the log joint with respect to their log probabilities."""
 
@@ -147,15 +144,10 @@ def _marginals(program: Program, draw: Mapping[str, Tensor], nodes: Mapping[str,
     return [_by_datum(gradients[name], node) for name, node in nodes.items()]
 
 
-def _is_observed_mixture(node: Any) -> bool:
-    return is_data(node) and isinstance(node["fn"], torch_dist.MixtureSameFamily)
-
-
 def _mixture_probabilities(node: Any) -> Tensor:
     fn, value = node["fn"], node["value"]
-    joint = fn.mixture_distribution.logits + fn.component_distribution.log_prob(
-        value.unsqueeze(-1 - len(fn.event_shape))
-    )
+    by_component = fn.component_distribution.log_prob(value.unsqueeze(-1 - len(fn.event_shape)))
+    joint = fn.mixture_distribution.logits + by_component  # (*batch_shape, K)
     return joint.softmax(-1).reshape(-1, joint.shape[-1])
 
 
@@ -171,7 +163,7 @@ def _zeros(node: Any, like: Tensor) -> Tensor:
 def _by_datum(marginal: Tensor, node: Any) -> Tensor:
     """Probabilities of shape ``(N, K)``; a common scale of the log joint cancels."""
     by_value = marginal.movedim(node["infer"]["_enumerate_dim"], -1)
-    by_value = by_value.reshape(-1, by_value.shape[-1])
+    by_value = by_value.reshape(-1, by_value.shape[-1])  # (N, K)
     return by_value / by_value.sum(-1, keepdim=True)
 
 

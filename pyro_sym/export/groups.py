@@ -77,7 +77,8 @@ def convert(fit: Fit, asked: Options) -> Any:
         "predictions": _given_draws(asked["predictions"], fit, model),
         "predictions_constant_data": _data(asked["predictions_constant_data"]),
     }
-    coords = {LATENT_SITE: fit.latent_sites, **(asked["coords"] or {})}
+    by_site = any(statistic.dims for statistic in stats.values())
+    coords = {**({LATENT_SITE: fit.latent_sites} if by_site else {}), **(asked["coords"] or {})}
     parts = [
         finish({name: group for name, group in several.items() if group}, *named)
         for several, named in [

@@ -25,6 +25,7 @@ __all__ = [
     "legal",
     "model_dims",
     "plate_dims",
+    "shown",
     "stacked",
 ]
 
@@ -53,30 +54,53 @@ class Variable:
 Groups = Mapping[str, Mapping[str, Variable]]
 
 
-@dataclass
 class Labels:
-    """What groups share: names of dims, their sizes, and labels.
+    """Names and sizes of dims, and their labels, which groups share; ``dims`` replace those from the model.
 
     Attributes:
-        dims: names by variable, which replace those from the model.
         coords: labels by dim.
-        variables: names of all variables.
-        sizes: by dim, its size and the variable that it was first seen in.
     """
 
-    dims: dict[str, Sequence[str | None]]
-    coords: dict[str, Any]
-    variables: set[str]
-    sizes: dict[str, tuple[int, str]]
+    def __init__(self, groups: Groups, coords: Mapping[str, Any] | None, dims: Dims | None) -> None:
+        self.coords = {legal(name): values for name, values in (coords or {}).items()}
+        self._given = {legal(name): several for name, several in (dims or {}).items()}
+        self._variables = {legal(name) for group in groups.values() for name in group}
+        self._sizes: dict[str, tuple[int, str]] = {}  # of a dim, and the first variable that has it
+        if unknown := self._given.keys() - self._variables:
+            raise ValueError(
+                f"dims are given for {sorted(unknown)}, which are none of {sorted(self._variables)}"
+            )
 
-    @classmethod
-    def of(cls, groups: Groups, coords: Mapping[str, Any] | None, dims: Dims | None) -> Labels:
-        given = {legal(name): several for name, several in (dims or {}).items()}
-        variables = {legal(name) for group in groups.values() for name in group}
-        if unknown := given.keys() - variables:
-            raise ValueError(f"dims are given for {sorted(unknown)}, which are none of {sorted(variables)}")
-        labels = {legal(name): values for name, values in (coords or {}).items()}
-        return cls(given, labels, variables, {})
+    def dims(self, group: str, name: str, variable: Variable) -> list[str]:
+        """Names of the dims of a variable: the user's, or those of plates and event dims, or numbers."""
+        shape = tuple(variable.value.shape[_sample_ndim(group) :])
+        names = self._given.get(name, variable.dims)
+        if names is None:
+            names = [None] * len(shape)
+        elif group == "log_likelihood":  # it has no event dims
+            names = names[: len(shape)]
+        if len(names) != len(shape):
+            raise ValueError(f"dims names {list(names)} for {name!r}, which has shape {shape}")
+        full = [legal(dim) if dim is not None else f"{name}_dim_{i}" for i, dim in enumerate(names)]
+        if len(set(full)) < len(full):
+            raise ValueError(f"two dims of {name!r} have one name: {full}; pass dims for it")
+        for dim, size in zip(full, shape, strict=True):
+            self._check(dim, size, name)
+        return full
+
+    def _check(self, dim: str, size: int, name: str) -> None:
+        """Refuse dims of two sizes, which ArviZ would pad, and those named as a variable, which it loses."""
+        first_size, first = self._sizes.setdefault(dim, (size, name))
+        if size != first_size:
+            raise ValueError(
+                f"dim {dim!r} has size {first_size} in {first!r} and size {size} in {name!r}; pass dims with "
+                "another name for one of them"
+            )
+        if dim in self._variables or dim in SAMPLE_DIMS:
+            raise ValueError(
+                f"dim {dim!r} of {name!r} has the name of a variable or of a sample dim; pass dims with "
+                "another"
+            )
 
 
 def model_dims(site: Any, shape: tuple[int, ...]) -> list[str | None]:
@@ -166,11 +190,11 @@ def finish(groups: Groups, coords: Mapping[str, Any] | None, dims: Dims | None) 
     Raises:
         ValueError: for names and shapes that ArviZ would accept, and lose or pad.
     """
-    shared = Labels.of(groups, coords, dims)
+    shared = Labels(groups, coords, dims)
     arrays, names, labels = {}, {}, {}
     for group, variables in groups.items():
         kept = _without_masked(_legal_names(group, variables))
-        names[group] = {name: _dims(group, name, variable, shared) for name, variable in kept.items()}
+        names[group] = {name: shared.dims(group, name, variable) for name, variable in kept.items()}
         rows = _ObservedRows(kept, names[group], shared.coords)
         values = {name: rows.keep(name, variable, _sample_ndim(group)) for name, variable in kept.items()}
         arrays[group] = {name: _to_numpy(group, name, value) for name, value in values.items()}
@@ -253,45 +277,9 @@ def _legal_names(group: str, variables: Mapping[str, Variable]) -> dict[str, Var
     return renamed
 
 
-def _dims(group: str, name: str, variable: Variable, labels: Labels) -> list[str]:
-    """Names of the dims: the user's, or those of plates and event dims, or numbers."""
-    shape = tuple(variable.value.shape[_sample_ndim(group) :])
-    names = labels.dims.get(name, variable.dims)
-    if group == "log_likelihood" and names is not None:  # it has no event dims
-        names = names[: len(shape)]
-    full = _full_names(name, shape, names)
-    for dim, size in zip(full, shape, strict=True):
-        _check_dim(dim, size, name, labels)
-    return full
-
-
 def legal(name: str) -> str:
     """The name with dots for slashes, which netCDF reads as groups."""
     return name.replace("/", ".")
-
-
-def _full_names(name: str, shape: tuple[int, ...], names: Sequence[str | None] | None) -> list[str]:
-    names = [None] * len(shape) if names is None else names
-    if len(names) != len(shape):
-        raise ValueError(f"dims names {list(names)} for {name!r}, which has shape {shape}")
-    full = [legal(dim) if dim is not None else f"{name}_dim_{i}" for i, dim in enumerate(names)]
-    if len(set(full)) < len(full):
-        raise ValueError(f"two dims of {name!r} have one name: {full}; pass dims for it")
-    return full
-
-
-def _check_dim(dim: str, size: int, name: str, labels: Labels) -> None:
-    """Refuse dims of two sizes, which ArviZ would pad, and dims named as a variable, which it would lose."""
-    first_size, first = labels.sizes.setdefault(dim, (size, name))
-    if size != first_size:
-        raise ValueError(
-            f"dim {dim!r} has size {first_size} in {first!r} and size {size} in {name!r}; pass dims with "
-            "another name for one of them"
-        )
-    if dim in labels.variables or dim in SAMPLE_DIMS:
-        raise ValueError(
-            f"dim {dim!r} of {name!r} has the name of a variable or of a sample dim; pass dims with another"
-        )
 
 
 def _to_numpy(group: str, name: str, value: Tensor) -> np.ndarray:

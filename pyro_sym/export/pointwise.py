@@ -53,12 +53,8 @@ class Term:
 def picks_rows(site: Any, window: Window, seen: dict[str, Tensor]) -> bool:
     """Whether a site in a subsampled plate shows the rows of the window, as far as one can tell.
 
-    Indexing by row numbers makes a copy. A value that is the same tensor in two windows was not indexed.
-
-    Args:
-        site: the site.
-        window: the rows asked for.
-        seen: values by site in the first window; empty at first, and filled here.
+    Indexing by row numbers makes a copy, so a value that is the same tensor in two windows was not indexed.
+    ``seen`` keeps the values of the first window, by site.
     """
     subsampled = [f for f in site["cond_indep_stack"] if f.full_size is not None and f.size < f.full_size]
     if any(frame.name not in window for frame in subsampled):

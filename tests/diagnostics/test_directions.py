@@ -1,4 +1,4 @@
-"""Temperatures along principal directions: what a mean hides, and what is no fault."""
+"""Temperatures along principal directions: errors that a mean hides, and correct draws that pass."""
 
 from __future__ import annotations
 

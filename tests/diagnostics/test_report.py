@@ -1,4 +1,4 @@
-"""The report: what is a matter of labels is told from what is not, on runs whose answer is known."""
+"""The report on runs with known answers: report, convergence, labels, temperatures and plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernel Stein discrepancy: algebra, exact draws, a closed form; what it sees, and what it misses."""
+"""Kernel Stein discrepancy (stein.py, score.py): algebra, exact draws, closed forms, what it misses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Test the conversion of draws: the same tests run on both generations of ArviZ."""
+"""Conversion of draws: api.py, options.py, read.py, attrs.py, names.py and aligned.py of the exporter.
+
+The same tests run on both generations of ArviZ.
+"""
 
 from __future__ import annotations
 
@@ -256,15 +259,6 @@ def test_names_that_arviz_would_mangle_are_refused(shape: Any, dims: Any, match:
         from_pyro(given(draws), dims=dims)
 
 
-def test_dtypes_that_arviz_would_choke_on() -> None:
-    draws = {"b": torch.rand(2, 8) > 0.5, "h": torch.randn(2, 8).bfloat16(), "g": torch.randn(2, 8)}
-    mcmc = given({"x": torch.randn(2, 8)})
-    mcmc._samples = {**draws, "g": draws["g"].requires_grad_()}
-    data = from_pyro(mcmc)
-    assert dataset(data, "posterior")["h"].dtype == np.float32
-    assert len(_arviz.load().summary(data)) == 3
-
-
 def subsampled(y: Tensor, chosen_here: bool = True) -> None:
     loc = pyro.sample("loc", dist.Normal(0.0, 10.0))
     how: dict[str, Any] = {"subsample_size": 7} if chosen_here else {"subsample": torch.arange(7)}
@@ -332,6 +326,8 @@ def test_unknown_options_and_wrong_types_are_refused_before_the_model_runs() -> 
 
 
 def test_draws_without_a_model() -> None:
+    named = from_pyro({"x": torch.randn(2, 5, 3)}, dims={"x": ["latent_site"]})  # a name like any other
+    assert dataset(named, "posterior").sizes["latent_site"] == 3
     data = from_pyro(given({"x": torch.randn(2, 5, 3)}))
     assert groups(data) == {"posterior"}
     assert dataset(data, "posterior")["x"].dims[2:] == ("x_dim_0",)

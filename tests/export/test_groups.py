@@ -1,4 +1,4 @@
-"""Test the groups beside the draws: likelihoods, predictions, priors, functions, given data."""
+"""The groups beside the draws: groups.py, predictive.py, vmap_draws.py and joined_windows.py."""
 
 from __future__ import annotations
 
