@@ -1,4 +1,7 @@
-"""The contract checks: everything that is built in passes, and each slip fails with the message for it."""
+"""The contract checks: everything that is built in passes, and each mistake fails with a message of its own.
+
+The checks are in ``testing.symmetries``, ``testing.kernels``, ``testing.estimators`` and ``testing.laws``.
+"""
 
 from __future__ import annotations
 
