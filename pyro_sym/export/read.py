@@ -188,7 +188,7 @@ def from_guide(
 
 def _without_initial_values(model: Any) -> Any:
     """An autoguide keeps its model under a handler that draws initial values in place of the prior's."""
-    while isinstance(model, functools.partial) and isinstance(model.args[0], InitMessenger):
+    while isinstance(model, functools.partial) and isinstance(next(iter(model.args), None), InitMessenger):
         model = model.args[1]
     return model
 
