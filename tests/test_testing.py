@@ -1,4 +1,7 @@
-"""The contract checks: everything that is built in passes, and each slip fails with the message for it."""
+"""The contract checks: everything that is built in passes, and each mistake fails with a message of its own.
+
+The checks are in ``testing.symmetries``, ``testing.kernels``, ``testing.estimators`` and ``testing.laws``.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ from pyro_sym import (
 from pyro_sym.guides.average import OrbitAverage, Run, Uniform
 from pyro_sym.orbit.enumeration import log_prob_at_images
 from pyro_sym.sgmcmc.preconditioners import RMSprop
+from tests.catalogue import normals
 
 # --- symmetries ---------------------------------------------------------------------------------------------
 
@@ -518,8 +522,7 @@ def test_what_is_no_kernel_and_what_can_not_be_checked_is_refused() -> None:
 # --- orbit averages -----------------------------------------------------------------------------------------
 
 
-def overlapping() -> None:
-    pyro.sample("locs", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+overlapping = normals({"locs": (4,)})
 
 
 def apart(site: dict[str, Any]) -> Tensor:

@@ -187,7 +187,7 @@ def from_guide(
 
 def _without_initial_values(model: Any) -> Any:
     """Take off the handler under which an autoguide keeps its model: it replaces draws by initial values."""
-    while isinstance(model, functools.partial) and isinstance(model.args[0], InitMessenger):
+    while isinstance(model, functools.partial) and isinstance(next(iter(model.args), None), InitMessenger):
         model = model.args[1]
     return model
 

@@ -9,26 +9,26 @@ from pyro.distributions import constraints
 
 from pyro_sym.model.conditioned_sites import fixed_parameters
 from pyro_sym.model.program import LatentSite, Program, in_subsampled_plate, is_data, support_of_entries
-from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.base import FiniteGroup, Group
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
 from pyro_sym.symmetry.viewed import Shape, Viewed
 
-__all__ = ["Candidate", "Kind", "candidates", "group_of", "whole_values"]
+__all__ = ["Candidate", "Kind", "candidates", "group_of", "whole_sites"]
 
 Kind = type[Permutation] | type[SignFlip]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An axis of a latent site, both axes of a covariance, or a value as a whole.
+    """An axis of a latent site, both axes of a covariance, or a site as a whole.
 
     Attributes:
         site: the name of the site.
-        axes: the axes, counted from the right; none for a value as a whole.
-        size: the number of units along the axis; 1 for a value as a whole.
+        axes: the axes, counted from the right; none for a site as a whole.
+        size: the number of units along the axis; 1 for a site as a whole.
         coupled: whether the support ties the units to each other, as in a simplex.
         signed: whether signs may flip.
-        shape: of a value as a whole, which has one sign.
+        shape: of a site as a whole, which has one sign.
     """
 
     site: str
@@ -40,9 +40,9 @@ class Candidate:
 
     def may_be_moved_by(self, kind: Kind) -> bool:
         """Whether a group of this kind may act on it, and not trivially."""
-        return self.signed if kind is SignFlip else self.size > 1
+        return self.signed if kind.flips else self.size > 1
 
-    def is_moved_by(self, group: Symmetry) -> bool:
+    def is_moved_by(self, group: Group) -> bool:
         """Whether a group acts on one of its axes."""
         return not set(self.axes).isdisjoint(group.axes.get(self.site, ()))
 
@@ -72,10 +72,11 @@ def candidates(program: Program) -> list[Candidate]:
     return [axis for latent in program.latents.values() for axis in _axes(latent, data_plates)]
 
 
-def whole_values(program: Program) -> Iterator[Candidate]:
-    """The sites whose values may have a single sign, as the loadings of a single factor.
+def whole_sites(program: Program) -> Iterator[Candidate]:
+    """The sites that may have a single sign, as the loadings of a single factor.
 
-    Sites in subsampled plates are left out: each minibatch shows another part of their value.
+    Scalar sites are left out: guides average a product that holds their signs less well.
+    So are sites in subsampled plates: each minibatch shows another part of their value.
     """
     for latent in program.latents.values():
         shape = tuple(latent.value.shape)
@@ -104,7 +105,7 @@ def _axes(latent: LatentSite, data_plates: set[str]) -> Iterator[Candidate]:
             yield Candidate(latent.name, axes, latent.value.shape[axes[0]], coupled, signed)
 
 
-def group_of(kind: Kind, axes: Iterable[Candidate]) -> Symmetry:
+def group_of(kind: Kind, axes: Iterable[Candidate]) -> FiniteGroup:
     """The group of a kind that acts on these axes, and on no others."""
     table: dict[str, tuple[int, ...]] = {}
     shapes: dict[str, Shape] = {}

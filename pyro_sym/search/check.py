@@ -23,14 +23,14 @@ from pyro_sym.errors import SymmetryError
 from pyro_sym.model.double_precision import CastsToDouble, default_dtype
 from pyro_sym.model.program import Program
 from pyro_sym.search.evidence import Evidence, named
-from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.base import Group
 
 __all__ = ["check_symmetry", "unblocked"]
 
 T = TypeVar("T")
 
 
-def check_symmetry(model: Callable[..., Any], symmetry: Symmetry, *args: Any, **kwargs: Any) -> None:
+def check_symmetry(model: Callable[..., Any], symmetry: Group, *args: Any, **kwargs: Any) -> None:
     r"""Check that a model's log joint does not change under a symmetry.
 
     At three prior draws :math:`\theta`, with the same minibatch on both sides, the check asks for
@@ -39,7 +39,8 @@ def check_symmetry(model: Callable[..., Any], symmetry: Symmetry, *args: Any, **
 
         \log p(g \cdot \theta, D) = \log p(\theta, D)
 
-    for all generators :math:`g` of the group and three random elements; if there are more than 32
+    for all generators :math:`g` of the group and three random elements (of a continuous group, for elements
+    whose products are dense in it); if there are more than 32
     generators, for 24 of them, evenly spaced, and nine random elements. If the bounds of a support differ
     from entry to entry, as those of a uniform prior may, values near the bounds are tried too. Enumerable
     discrete sites are summed out first. Torch's global random state is restored.
@@ -62,7 +63,7 @@ def check_symmetry(model: Callable[..., Any], symmetry: Symmetry, *args: Any, **
 
     Args:
         model: a Pyro model; a ``poutine.block`` around it is ignored.
-        symmetry: the claimed symmetry.
+        symmetry: the claimed symmetry, finite or not.
         *args: the model's positional arguments.
         **kwargs: the model's keyword arguments.
 
@@ -103,7 +104,7 @@ def at_best_precision(
         return compute(Program(model, args, kwargs), torch.float32)
 
 
-def check(program: Program, dtype: torch.dtype, symmetry: Symmetry) -> None:
+def check(program: Program, dtype: torch.dtype, symmetry: Group) -> None:
     """Raise if prior draws or rows of the data refute a symmetry."""
     evidence = Evidence(program, dtype)
     refutation = evidence.refute(symmetry)

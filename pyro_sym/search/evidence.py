@@ -28,8 +28,7 @@ from pyro_sym.errors import SymmetryError
 from pyro_sym.model.all_rows import Window, blocks, widened
 from pyro_sym.model.program import Program, init_to_prior, support_of_entries
 from pyro_sym.search.comparison import Change, Joint, compared, evaluated, rounding_levels
-from pyro_sym.symmetry.base import Element, Symmetry
-from pyro_sym.symmetry.elementary import SignFlip
+from pyro_sym.symmetry.base import Element, Group
 
 __all__ = ["MAX_GENERATORS", "Evidence", "Point", "Refutation", "finite_draws", "named", "unbroken"]
 
@@ -95,7 +94,7 @@ class Refutation:
         outside: Pyro's message about that image.
     """
 
-    symmetry: Symmetry
+    symmetry: Group
     name: str
     element: Element
     point: Point
@@ -141,7 +140,7 @@ class Evidence:
         self._at_bounds = list(_draws_at_bounds(program, dtype))
         self._windows: list[Window] | None = None
 
-    def refute(self, symmetry: Symmetry) -> Refutation | None:
+    def refute(self, symmetry: Group) -> Refutation | None:
         """The first element of a group that changes the log joint; None if none does.
 
         Raises:
@@ -211,7 +210,7 @@ class Evidence:
     def _plate_names(self) -> str:
         return ", ".join(map(repr, self.program.plates))
 
-    def _elements_of_rows(self, symmetry: Symmetry, point: Point) -> list[tuple[str, Element]]:
+    def _elements_of_rows(self, symmetry: Group, point: Point) -> list[tuple[str, Element]]:
         generators = symmetry.generators(point.values)
         if len(generators) <= min(self._trials, MAX_GENERATORS):
             return generators
@@ -281,7 +280,7 @@ def _near_bound(end: float, site: Any) -> Tensor:
 
 
 def unbroken(
-    evidence: Evidence, members: Sequence[Any], group: Callable[..., Symmetry]
+    evidence: Evidence, members: Sequence[Any], group: Callable[..., Any]
 ) -> tuple[list[Any], list[tuple[Any, Refutation]]]:
     """The members whose product is a symmetry, and the others, each with its refutation.
 
@@ -298,19 +297,20 @@ def unbroken(
         refutation = evidence.refute(group(*left))
         if refutation is None:
             break
-        guilty = _guilty(refutation, left)
+        guilty = _guilty(refutation)
         broken += [(left[i], refutation) for i in guilty]
         left = [member for i, member in enumerate(left) if i not in guilty]
     return left, broken
 
 
-def _guilty(refutation: Refutation, members: list[Any]) -> list[int]:
+def _guilty(refutation: Refutation) -> list[int]:
     """The indices of members whose part of an element changes the log joint, applied in turn."""
-    group, point = refutation.symmetry, refutation.point
+    group: Any = refutation.symmetry  # a product of the members
+    point = refutation.point
     parts = list(group.identity(point.values))
-    moving = [i for i in range(len(members)) if not _equal(parts[i], refutation.element[i])]
+    moving = [i for i in range(len(parts)) if not _equal(parts[i], refutation.element[i])]
     # Permutations first, then signs: the order within an element of a product.
-    moving.sort(key=lambda i: isinstance(getattr(members[i], "symmetry", members[i]), SignFlip))
+    moving.sort(key=lambda i: getattr(group.members[i], "symmetry", group.members[i]).flips)
     guilty, here = [], point
     for i in moving:
         parts[i] = refutation.element[i]
@@ -334,7 +334,7 @@ def _equal(first: Any, second: Any) -> bool:
     return torch.equal(first, second)
 
 
-def _elements(symmetry: Symmetry, point: Point) -> Iterator[tuple[str, Element]]:
+def _elements(symmetry: Group, point: Point) -> Iterator[tuple[str, Element]]:
     """All generators and some random elements, or some generators and more random elements."""
     generators = symmetry.generators(point.values)
     if len(generators) <= MAX_GENERATORS:
@@ -347,12 +347,12 @@ def _elements(symmetry: Symmetry, point: Point) -> Iterator[tuple[str, Element]]
         yield _random(symmetry, point)
 
 
-def _random(symmetry: Symmetry, point: Point) -> tuple[str, Element]:
+def _random(symmetry: Group, point: Point) -> tuple[str, Element]:
     return f"a random element of {symmetry!r}", symmetry.sample(point.values)
 
 
 def _first_refutation(
-    symmetry: Symmetry, elements: Iterable[tuple[str, Element]], point: Point
+    symmetry: Group, elements: Iterable[tuple[str, Element]], point: Point
 ) -> Refutation | None:
     """The first of some elements that changes the log joint at a point."""
     for name, element in elements:

@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_sym.errors import SymmetryError
 from pyro_sym.model.program import Program
 from pyro_sym.network.symmetry_of import NetworkSymmetry, symmetry_of
-from pyro_sym.search.candidates import Candidate, Kind, candidates, whole_values
+from pyro_sym.search.candidates import Candidate, Kind, candidates, whole_sites
 from pyro_sym.search.check import at_best_precision
 from pyro_sym.search.evidence import Evidence, unbroken
 from pyro_sym.search.minimal_sets import MinimalSets
@@ -47,9 +47,9 @@ def find_symmetry(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Symme
     Candidates are the axes of continuous latent sites. Excluded are axes of plates that hold observed sites
     or are subsampled, and axes along which a support is not exchangeable (ordered vectors, Cholesky factors).
     Both axes of a covariance move together. Sign flips are sought on real sites and covariances, also on axes
-    of size one, as that of a single factor. Where signs along axes are not free, one sign common to all
-    values of several sites is sought last, as that of the loadings and scores of a single factor; sites in
-    subsampled plates are excluded.
+    of size one, as that of a single factor. Where signs along axes are not free, one sign common to several
+    sites as a whole is sought last, as that of the loadings and scores of a single factor. Sites in
+    subsampled plates and scalar ones are excluded there; write ``SignFlip({"site": ()})`` yourself.
 
     Networks that the model calls, and whose parameters are sites by name (:class:`~pyro_sym.BayesianModule`),
     are read first by :func:`~pyro_sym.symmetry_of`, which also moves factors of axes; members that the priors
@@ -61,10 +61,10 @@ def find_symmetry(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Symme
     model with the local site in a full plate and subsample a second plate of the observations, or integrate
     the local site out; the group without that site is no symmetry.
 
-    Not found, because no product of groups on axes expresses it: the sign of a scalar site; the exchange of
-    sites with names of their own (components drawn in a loop), or of only some units of an axis; a
-    relabelling inside each block separately (one common to all blocks is found); and all but one of several
-    minimal sets that overlap, as the signs of :math:`\sum_k a_k b_k c_k` do.
+    Not found are continuous symmetries, as rotations of factors; the exchange of sites with names of their
+    own (components drawn in a loop), or of only some units of an axis; a relabelling inside each block
+    separately (one common to all blocks is found); and all but one of several minimal sets that overlap, as
+    the signs of :math:`\sum_k a_k b_k c_k` do.
 
     The model runs in float64 where it can, and in its own precision otherwise. Enumerable discrete sites are
     summed out. Torch's global random state is left as it was.
@@ -116,7 +116,7 @@ def find(program: Program, dtype: torch.dtype) -> Symmetry:
         Permutation: [axis for axis in axes if axis.may_be_moved_by(Permutation) and axis not in idle],
         SignFlip: [axis for axis in axes if axis.may_be_moved_by(SignFlip)],
     }
-    one_sign = [axis for axis in whole_values(program) if not any(axis.site in group.axes for group in read)]
+    one_sign = [axis for axis in whole_sites(program) if not any(axis.site in group.axes for group in read)]
     members: list[Symmetry] = []
     for _ in range(MAX_SEARCHES):
         before, members = members, []
@@ -124,7 +124,7 @@ def find(program: Program, dtype: torch.dtype) -> Symmetry:
             for group in sets.groups(kind, free[kind]):
                 members = _joined(members, group, idle, values)
         # Sites whose signs along axes are free need no sign in common.
-        signed = {site for member in members if isinstance(member, SignFlip) for site in member.axes}
+        signed = {site for member in members if member.flips for site in member.axes}
         whole = [axis for axis in one_sign if axis.site not in signed] if sets.budget else []
         for group in sets.groups(SignFlip, whole):
             members = _joined(members, group, idle, values)
@@ -152,7 +152,7 @@ def _joined(
     members: list[Symmetry], group: Symmetry, idle: list[Candidate], values: dict[str, Tensor]
 ) -> list[Symmetry]:
     """The members with one more, unless it repeats one of them or can't be in a product with them."""
-    if isinstance(group, SignFlip):
+    if group.flips:
         if _repeats(group, members, values):
             return members
         carriers = _carrying(group, members, idle)
@@ -191,7 +191,7 @@ def _carrying(flip: Symmetry, members: list[Symmetry], idle: list[Candidate]) ->
     """The members, where the one permutation on whose axes the flip acts gets the idle axes of the flip."""
     axes = {axis.site: axis.axes for axis in idle if axis.is_moved_by(flip)}
     rides = [
-        isinstance(member, Permutation)
+        member.relabels
         and any(set(several) & set(flip.axes.get(site, ())) for site, several in member.axes.items())
         for member in members
     ]
@@ -214,5 +214,5 @@ def _repeats(flip: Symmetry, members: list[Symmetry], values: dict[str, Tensor])
     return any(
         all(torch.equal(negated(flip)[site], negated(member)[site]) for site in values)
         for member in members
-        if isinstance(member, SignFlip)
+        if member.flips
     )

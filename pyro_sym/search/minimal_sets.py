@@ -191,7 +191,7 @@ def _core(changed: Callable[[list[Candidate]], bool], axes: list[Candidate]) -> 
 def _tied(kind: Kind, axis: Candidate, element: Tensor, values: dict[str, Tensor]) -> Tensor:
     """The site's value, changed along the axis to one that the involution leaves unchanged."""
     group = group_of(kind, [axis])
-    if kind is Permutation and not axis.coupled:
+    if kind.relabels and not axis.coupled:
         # Copy one unit to the other: that stays in any support, and the mean of the two may not.
         copies = element.minimum(torch.arange(axis.size, device=element.device))
         return group.act(copies, values)[axis.site]

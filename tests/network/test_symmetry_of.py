@@ -1,4 +1,7 @@
-"""The groups found for networks: those expected, verified again here, and none where order matters."""
+"""The groups found for networks: those expected, verified again here, and none where order matters.
+
+It covers ``network.read``, ``network.aten_rules``, ``network.verify`` and ``network.outputs`` as well.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +161,7 @@ def test_a_rule_that_fails_pins_what_it_touches(monkeypatch: pytest.MonkeyPatch,
     with pytest.warns(UserWarning, match=rf"^the rule for relu in 3 .*{type(error).__name__}.*Please report"):
         sym = symmetry_of(net, torch.randn(4, 3))
     assert sym.sizes == (6, 6)
-    assert "left out: what relu in 3 touches, as its rule failed" in str(sym)
+    assert "left out: the axes of relu in 3, as its rule failed" in str(sym)
     assert "pinned by relu in 3: 2.weight[0], 2.bias[0], 4.weight[1] (5 units)" in str(sym)
 
 
