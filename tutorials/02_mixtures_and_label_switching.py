@@ -99,8 +99,8 @@ def fit(K: int) -> ps.AutoSymmetrized:
     centres = torch.tensor(KMeans(K, n_init=5, random_state=0).fit(x.numpy()).cluster_centers_)
     start = {"locs": centres, "scales": torch.full((K, 2), 0.5), "weights": torch.full((K,), 1 / K)}
     base = AutoNormal(mixture(K), init_loc_fn=init_to_value(values=start))
-    # Components may come close and part again: with tolerance 0 every step computes the average, and has
-    # the operations that were recorded.
+    # Components may come close and part again: with tolerance 0 every step computes the average, so
+    # that all steps have the operations that were recorded.
     guide = ps.AutoSymmetrized(base, symmetry, tolerance=0)
     optimiser = ClippedAdam({"lr": 0.03, "lrd": 0.1 ** (1 / STEPS)})
     svi = SVI(mixture(K), guide, optimiser, ps.RecordedELBO(Trace_ELBO()))

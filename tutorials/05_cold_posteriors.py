@@ -158,10 +158,10 @@ for name, values in measured.items():
     print(f"{name:<26}{values.mean():>8.3f}" + (f"{share[name]:>26.0%}" if wanted else f"{'':>26}"))
 
 # %% [markdown]
-# With 75 rows a step nearly all draws are in the band. SGD isn't exactly at T = 0 either, because of the noise
-# of its minibatches. With five rows the chain is far hotter than its nominal T = 0.1, so a cold posterior
-# measured there would in fact be a warmer one. Use larger batches or a smaller learning rate, or let the
-# thermostat of `SGNHT` absorb the heat.
+# With 75 rows a step nearly all draws are in the band. SGD isn't exactly at T = 0 either, because of the
+# noise of its minibatches. With five rows the chain is far hotter than its nominal T = 0.1, so a cold
+# posterior measured there would in fact be a warmer one. Use larger batches or a smaller learning rate, or
+# let the thermostat of `SGNHT` absorb the heat.
 #
 # On a Gaussian the kinetic temperature doesn't depend on the step size; on other targets it does. If it is
 # too high even on all rows, halve the step. The same report has a `configurational_temperature`, of

@@ -311,9 +311,10 @@ comparison = az.compare(results)
 print(comparison[["rank", "elpd_diff", "dse"]].astype(float).round(2).to_string())
 
 # %% [markdown]
-# The row of the guide describes the guide's predictions, not those of the posterior. It is close to the chains
-# with as many components, so the guide predicts as well as they do. (The export holds `log_p` and `log_q` at
-# each draw of a guide; `az.loo_approximate_posterior` of ArviZ 1.x uses them to correct for the difference.)
+# The row of the guide describes the guide's predictions, not those of the posterior. It is close to the
+# chains with as many components, so the guide predicts as well as they do. (The export holds `log_p` and
+# `log_q` at each draw of a guide; `az.loo_approximate_posterior` of ArviZ 1.x uses them to correct for the
+# difference.)
 #
 # Three components predict a bottle better than two, by more than twice the standard error of the difference.
 #

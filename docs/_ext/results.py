@@ -63,9 +63,9 @@ def benchmark_page() -> str:
     if markdown is None:
         return ""
     sections = [markdown(path) for path in sorted(RESULTS.glob("*.json"))]
-    # Wide tables of numbers: the page has no table of contents beside it, and a smaller font.
+    # Wide tables: no table of contents beside them, and a smaller font (section#benchmarks in custom.css).
     head = "---\nhtml_theme.sidebar_secondary.remove: true\n---\n\n# Benchmarks"
-    return "\n\n".join([head, "::::{div} numbers", *sections, "::::"]) + "\n"
+    return "\n\n".join([head, *sections]) + "\n"
 
 
 def write(path: Path, text: str) -> None:
