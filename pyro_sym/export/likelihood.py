@@ -17,7 +17,8 @@ from pyro_sym.export.pointwise import Data, Term, picks_rows, terms_of
 from pyro_sym.export.sites import unseen
 from pyro_sym.export.vmap_draws import at_draws
 from pyro_sym.model.conditioned_sites import FromPrior, fixed_parameters
-from pyro_sym.model.program import Program, base_of, in_subsampled_plate, is_data, is_deterministic
+from pyro_sym.model.program import Program, in_subsampled_plate, is_data, is_deterministic
+from pyro_sym.unwrap import base_of
 
 __all__ = ["Likelihood", "log_likelihood"]
 

@@ -11,12 +11,12 @@ import torch
 from pyro import poutine
 from pyro.infer import ELBO, Trace_ELBO
 from pyro.poutine.block_messenger import BlockMessenger
-from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.util import warn_if_nan
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pyro_sym._private import active_handlers
 from pyro_sym.graph.record import UntraceableError, message_of
 from pyro_sym.guides.recorded_graph import Call, Recording, Statement
 
@@ -233,8 +233,9 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _handled() -> bool:
-    """Whether effect handlers around the call would act on model and guide."""
-    return not all(
+    """Whether effect handlers around the call would act on model and guide; assumed if Pyro doesn't say."""
+    handlers = active_handlers()
+    return handlers is None or not all(
         isinstance(handler, BlockMessenger) or (isinstance(handler, TraceMessenger) and handler.param_only)
-        for handler in _PYRO_STACK
+        for handler in handlers
     )

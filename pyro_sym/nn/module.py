@@ -12,10 +12,9 @@ from pyro.infer.autoguide.initialization import init_to_median
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.func import functional_call, vmap
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map
 
+from pyro_sym._private import tree_leaves, tree_map
 from pyro_sym.network.outputs import how_to_wrap
 from pyro_sym.nn.likelihoods import Likelihood
 from pyro_sym.nn.prediction import Prediction
@@ -23,6 +22,8 @@ from pyro_sym.nn.priors import IIDPrior, Prior, fitted, moved
 from pyro_sym.nn.selection import Selector, select
 
 __all__ = ["BayesianModule"]
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class BayesianModule(nn.Module):
@@ -360,7 +361,7 @@ def _refuse_lazy(net: nn.Module) -> None:
 
 def _refuse_batch_statistics(net: nn.Module) -> None:
     for name, module in net.named_modules():
-        if isinstance(module, _BatchNorm) and module.running_mean is None:
+        if isinstance(module, _BATCH_NORMS) and module.running_mean is None:
             raise ValueError(
                 f"module {name!r}, a {type(module).__name__}, keeps no running statistics: it would use "
                 "those of each minibatch, and rows would not be independent given the parameters; pass "

@@ -10,13 +10,16 @@ from typing import Any, Literal
 import pyro.distributions as dist
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Tensor, nn
-from torch.distributions import Distribution, Transform, constraints
-from torch.distributions.transforms import _InverseTransform
-from torch.nn.modules.conv import _ConvTransposeNd
+from torch.distributions import Distribution, Transform
+from torch.distributions.transforms import ExpTransform
 
+from pyro_sym._private import forget_inverse, without_validation
 from pyro_sym.nn.selection import Selector, named
+from pyro_sym.unwrap import is_real
 
 __all__ = ["FanInPrior", "IIDPrior", "LayerwisePrior", "Prior", "fan_in", "fitted", "moved"]
+
+_INVERSE = type(ExpTransform().inv)  # the class of inverses that torch makes
 
 Prior = Callable[[str, nn.Parameter, nn.Module], Any]
 """From a parameter's name, the parameter, and the module that holds it, to a distribution whose shape is, or
@@ -152,7 +155,7 @@ def fan_in(parameter: Tensor, module: nn.Module) -> int:
     """The number of inputs that one output of a layer sums over."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return 1
-    if isinstance(module, _ConvTransposeNd):
+    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
         return parameter.shape[0] // module.groups * parameter[0, 0].numel()
     return parameter[0].numel()
 
@@ -197,8 +200,8 @@ def moved(distribution: Any, like: Tensor) -> Any:
     """
     copied = copy.copy(distribution)
     copied.__dict__.update({name: _moved(value, like) for name, value in vars(copied).items()})
-    if _is_real(distribution.support):
-        copied._validate_args = False
+    if is_real(distribution.support):
+        without_validation(copied)
     return copied
 
 
@@ -208,19 +211,13 @@ def _moved(value: Any, like: Tensor) -> Any:
             return value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
         case Distribution():
             return moved(value, like)
-        case _InverseTransform():
+        case Transform() if isinstance(value, _INVERSE):
             return _moved(value.inv, like).inv
         case Transform():
             copied: Any = copy.copy(value)
-            parts = {name: _moved(part, like) for name, part in vars(copied).items() if name != "_inv"}
-            copied.__dict__.update(parts, _inv=None)  # made anew when asked for
+            forget_inverse(copied)
+            copied.__dict__.update({name: _moved(part, like) for name, part in vars(copied).items()})
             return copied
         case list():
             return [_moved(part, like) for part in value]
     return value
-
-
-def _is_real(support: Any) -> bool:
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
-    return support is constraints.real

@@ -22,7 +22,6 @@ from pyro_sym.model.program import (
     Program,
     in_subsampled_plate,
     is_data,
-    support_of_entries,
     uniform_draw,
 )
 from pyro_sym.network.symmetry_of import NetworkSymmetry, symmetry_of
@@ -34,6 +33,7 @@ from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
 from pyro_sym.symmetry.product import Product
 from pyro_sym.symmetry.viewed import Shape, Viewed
+from pyro_sym.unwrap import is_real, support_of_entries
 
 __all__ = ["find_symmetry"]
 
@@ -296,12 +296,13 @@ def _whole_values(program: Program) -> Iterator[_Axis]:
     """
     for latent in program.latents.values():
         shape = tuple(latent.value.shape)
-        if _is_real(latent) and shape and latent.value.numel() and not in_subsampled_plate(latent.frames):
+        if (
+            is_real(latent.support)
+            and shape
+            and latent.value.numel()
+            and not in_subsampled_plate(latent.frames)
+        ):
             yield _Axis(latent.name, (), 1, whole=True, signed=True, shape=shape)
-
-
-def _is_real(latent: LatentSite) -> bool:
-    return support_of_entries(latent.support) is constraints.real
 
 
 def _axes(latent: LatentSite, data: set[str]) -> Iterator[_Axis]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pyro_sym.errors import DivergenceError
-from pyro_sym.model.gradient import ChainGradient, groups, potential_on
+from pyro_sym.model.gradient import ChainGradient, chain_slices
 from pyro_sym.model.minibatch import Loader, Minibatch, PlateRows
 from pyro_sym.model.potential import Potential
 from pyro_sym.sgmcmc.bad_start import EARLY, Start, blame_start
@@ -101,7 +101,7 @@ class Chains:
         self._gradient_of = gradient
         self._fused = fused
         self._last_numbers: tuple[Any, tuple[Tensor, Tensor]] | None = None
-        self._groups = groups(*position.shape)
+        self._groups = chain_slices(*position.shape)
         self._ahead: list[_Ahead] = []
         if fused is not None:
             assert isinstance(source, PlateRows)
@@ -499,9 +499,8 @@ class Chains:
             self.diverged[chain] = divergence
 
     def _log_joint_terms(self, position: Tensor, minibatch: Minibatch) -> dict[str, Tensor]:
-        potential = potential_on(self.potential, minibatch)
-        values = potential.constrain(potential.unflatten(position))
-        return potential.program.log_joint_terms(values, minibatch.indices)
+        values = self.potential.constrain(self.potential.unflatten(position))
+        return self.potential.program.log_joint_terms(values, minibatch.indices, minibatch.args)
 
     def _message(self, chain: int, divergence: Divergence, minibatch: Minibatch) -> str:
         who = f"chain {chain}, " if len(self.position) > 1 else ""

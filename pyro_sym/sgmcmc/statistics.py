@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_sym.model.gradient import groups
+from pyro_sym.model.gradient import chain_slices
 from pyro_sym.sgmcmc.chains import Chains, Temperature
 from pyro_sym.sgmcmc.thermometers import thermometers
 
@@ -38,7 +38,7 @@ class Recorder:
         self._settings.append((chains.step_size, chains.temperature, chains.relaxed >= 1))
         draws = len(self._pending)
         full = draws >= self.BLOCK_DRAWS or draws * chains.position.numel() >= self.BLOCK_NUMEL
-        if full or len(groups(*chains.position.shape)) > 1:  # whose tensors are written over by the next step
+        if full or len(chain_slices(*chains.position.shape)) > 1:  # the next step overwrites their tensors
             self._flush()
 
     def statistics(self) -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ class Recorder:
         self._pending, self._settings = [], []
 
     def _thermometers(self, parts: list[Tensor], settings: dict[str, Tensor]) -> dict[str, Tensor]:
-        if len(groups(*self._chains.position.shape)) == 1:
+        if len(chain_slices(*self._chains.position.shape)) == 1:
             return self._measure(parts, settings)
         each = [
             self._measure([part[:, chain] for part in parts], {n: s[:, chain] for n, s in settings.items()})

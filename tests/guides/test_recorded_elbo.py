@@ -350,7 +350,7 @@ def test_models_that_branch_on_values() -> None:
         with pyro.plate("rows", len(y)):
             pyro.sample("y", law, obs=y)
 
-    falls_back(branching, AutoNormal(branching), "depends on the value of a tensor", DATA)
+    falls_back(branching, AutoNormal(branching), "branches on the value of a tensor", DATA)
 
 
 def test_models_that_branch_on_parameters_in_hiding() -> None:
