@@ -70,7 +70,7 @@ def _flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def _unflatten(leaves: Sequence[Any], structure: Any) -> Any:
-    return map_aggregate(structure.tree, list(leaves).__getitem__)
+    return map_aggregate(structure.tree, lambda number: leaves[cast(int, number)])
 
 
 try:
@@ -252,15 +252,13 @@ def unwrapped(fn: Any) -> tuple[Any, Callable[..., Any]] | None:
 
 
 def mask_of_distribution(distribution: Any) -> Tensor | bool:
-    """The mask of a ``MaskedDistribution``, found by its type if its name has changed; ``True`` of others."""
+    """The mask of a ``MaskedDistribution``, the one boolean tensor if its name changed; ``True`` of others."""
     if not isinstance(distribution, pyro.distributions.MaskedDistribution):
         return True
     attributes = vars(distribution)
     if "_mask" in attributes:
         return cast("Tensor | bool", attributes["_mask"])
-    found = [a for a in attributes.values() if isinstance(a, Tensor) and a.dtype == torch.bool]
-    found += [a for name, a in attributes.items() if isinstance(a, bool) and "mask" in name]
-    return cast("Tensor | bool", found[0])
+    return next(a for a in attributes.values() if isinstance(a, Tensor) and a.dtype == torch.bool)
 
 
 def loc_and_scale(guide: Any, name: str) -> tuple[Tensor, Tensor]:

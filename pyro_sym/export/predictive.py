@@ -18,12 +18,12 @@ from pyro_sym.model.program import (
     GivenIndices,
     RefusedError,
     SubsampledPlate,
-    base_of,
     in_subsampled_plate,
     is_data,
     is_deterministic,
     traced,
 )
+from pyro_sym.unwrap import base_of
 
 __all__ = ["predict", "prior_draws"]
 

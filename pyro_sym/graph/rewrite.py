@@ -447,7 +447,7 @@ class _Regrouper(_Rewriter):
     def _is_square(self, arg: Any) -> bool:
         affine = self._affine(arg)
         power = aten.pow.Tensor_Scalar
-        return affine is not None and affine.node.target is power and affine.node.args[1] == 2
+        return affine is not None and affine.node.target is power and bool(affine.node.args[1] == 2)
 
     def _view(self, target: Any, value: Any, arg: Any, *how: Any) -> Any:
         if isinstance(arg, fx.Node):  # transposed twice

@@ -1,7 +1,7 @@
 """All rows of subsampled plates: windows that cover them, and models that show many rows at a time.
 
-A subsampled plate is handed one window of rows after another. Where a model takes any number of rows, fewer
-and larger windows do.
+A subsampled plate shows one window of rows after another. Models that accept any number of rows need fewer and
+larger windows.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ MAX_ELEMENTS = 2**22
 
 
 def blocks(plate: SubsampledPlate, order: Tensor | None = None) -> list[Tensor]:
-    """Row numbers in blocks that cover a plate; the last block overlaps with the one before it.
+    """Row numbers in blocks that cover a plate; the last block may overlap with the one before it.
 
     Args:
         plate: the plate.
-        order: the rows in the order in which they are dealt out; by default as they come.
+        order: the order of the rows; ascending by default.
 
     Returns:
         Tensors of ``subsample_size`` row numbers.
@@ -99,16 +99,16 @@ class Work(TorchDispatchMode):
 
 
 def widened(program: Program, prepare: Callable[[Program], Callable[[], Any]]) -> tuple[Program, int]:
-    """The same model with more rows of its subsampled plates at a time, as far as memory allows.
+    """A model whose subsampled plates show more rows at a time, as many as memory allows.
 
     Args:
         program: a model with subsampled plates.
-        prepare: returns a function that evaluates a program once; the model is widened only if that succeeds
-            on more rows, too.
+        prepare: returns a function that evaluates a program once; the model is widened only if that also
+            succeeds on more rows.
 
     Returns:
-        The program, which is the given one if the model takes no other number of rows, and the operations of
-        an evaluation.
+        The program, the given one if the model accepts no other number of rows, and the operations of an
+        evaluation.
     """
     run = prepare(program)
     with Work() as work:
@@ -132,6 +132,6 @@ def widened(program: Program, prepare: Callable[[Program], Callable[[], Any]]) -
         run = prepare(wide)
         with Work() as wider:
             run()
-    except Exception:  # a model may count on its number of rows in any way
+    except Exception:  # a model may rely on its number of rows in any way
         return program, work.operations
     return wide, wider.operations

@@ -59,13 +59,13 @@ class FanInPrior:
         W \sim N\left(0, \frac{g^2}{n_{\text{in}}}\right), \qquad b \sim N(0, s_b^2),
 
     where :math:`n_{\text{in}}` is the number of inputs that one output sums over: channels times the size of
-    the window in convolutions, one in embeddings. Parameters of one axis, as biases and the gains of
+    the window in convolutions, one in embeddings. Parameters of one axis, such as biases and gains of
     normalisations, count as :math:`b`.
 
     Args:
         gain: :math:`g`, or ``"radford"`` for 1, Radford Neal's scaling, in which wide networks become
             Gaussian processes, or ``"kaiming"`` for :math:`\sqrt 2`, which makes up for the half that a ReLU
-            cuts off.
+            sets to zero.
         bias_scale: :math:`s_b`.
 
     Raises:
@@ -107,7 +107,7 @@ class LayerwisePrior:
         priors: by a name, a pattern of names (``"*.bias"``) or the name of a module; by the type of the
             module that holds the parameter; by a module or parameter itself. The values are priors, or
             ``None`` for parameters that stay deterministic.
-        default: of parameters that nothing fits; without one they are an error.
+        default: the prior of parameters that no key fits; without it they are an error.
 
     Raises:
         ValueError: on the first call for a parameter without a prior.
@@ -164,7 +164,7 @@ def fitted(prior: Any, name: str, parameter: Tensor) -> Any:
     """A prior as one event of the parameter's shape, dtype and device.
 
     Raises:
-        TypeError: if it is no distribution of Pyro's.
+        TypeError: if it isn't a distribution of Pyro's.
         ValueError: if its shape doesn't broadcast to the parameter's.
     """
     if not isinstance(prior, Distribution):
@@ -194,9 +194,9 @@ def fitted(prior: Any, name: str, parameter: Tensor) -> Any:
 
 
 def moved(distribution: Any, like: Tensor) -> Any:
-    """A copy of a distribution, with what tensors it has on the device of another, and in its precision.
+    """A copy of a distribution with its tensors on the device and in the precision of ``like``.
 
-    Where the support is all reals there is nothing that a check of values could find, and none is made.
+    If the support is all reals, values are not validated, as every value is valid.
     """
     copied = copy.copy(distribution)
     copied.__dict__.update({name: _moved(value, like) for name, value in vars(copied).items()})

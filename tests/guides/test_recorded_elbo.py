@@ -338,7 +338,7 @@ def falls_back(model: Model, guide: Model, match: str, *args: Any, steps: int = 
             pyro.set_rng_seed(seed)
             assert result == pytest.approx(Trace_ELBO().loss(model, guide, *args), rel=1e-10)
     assert [str(w.message).partition(":")[0] for w in caught] == [
-        "the ELBO isn't recorded, so that each step runs model and guide anew"
+        "the ELBO isn't recorded, so each step runs model and guide"
     ]
     assert match in (loss.reason or "")
 
