@@ -252,7 +252,7 @@ def unwrapped(fn: Any) -> tuple[Any, Callable[..., Any]] | None:
 
 
 def mask_of_distribution(distribution: Any) -> Tensor | bool:
-    """The mask of a ``MaskedDistribution``, the one boolean tensor if its name changed; ``True`` of others."""
+    """The mask of a ``MaskedDistribution``, its one boolean tensor if renamed; ``True`` of others."""
     if not isinstance(distribution, pyro.distributions.MaskedDistribution):
         return True
     attributes = vars(distribution)

@@ -136,7 +136,7 @@ def _elsewhere(graph: fx.GraphModule, inputs: Sequence[Tensor], path: Path, erro
         other = _temporary_folder() / path.name
         if not other.exists():
             warnings.warn(
-                f"{problem}, so compiled code is kept in {other.parent} and lost when the process ends; {ADVICE}",
+                f"{problem}, so compiled code is kept in {other.parent} until the process ends; {ADVICE}",
                 stacklevel=8,
             )
             with _inductor_writes_to(other.parent):

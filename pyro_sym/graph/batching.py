@@ -68,7 +68,7 @@ def _cross_entropy(
     pos_weight: Tensor | None = None,
     reduction: int = 1,
 ) -> Tensor:
-    """By its formula, if there are no weights and no reduction; ``vmap`` would use more, in-place operations."""
+    """By its formula, without weights and reduction; ``vmap`` would use more and in-place operations."""
     if weight is not None or pos_weight is not None or reduction != 0:
         return aten.binary_cross_entropy_with_logits(logits, labels, weight, pos_weight, reduction)
     return (1 - labels) * logits - aten.log_sigmoid_forward(logits)[0]

@@ -1,7 +1,7 @@
 """All rows of subsampled plates: windows that cover them, and models that show many rows at a time.
 
-A subsampled plate shows one window of rows after another. Models that accept any number of rows need fewer and
-larger windows.
+A subsampled plate shows one window of rows after another. Models that accept any number of rows need fewer
+and larger windows.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def draw_rows(plate: SubsampledPlate, shape: tuple[int, ...] = ()) -> Tensor:
 
 
 def most_at_once(plate: SubsampledPlate) -> int:
-    """The largest number of minibatches drawn row by row, independent ones; a permutation is cheaper beyond."""
+    """The most minibatches that are drawn row by row, and so independent; a permutation is cheaper for more."""
     size = plate.size
     return (size - 1) // (4 * plate.subsample_size) if size > 5_000 else 0  # measured break-even
 
@@ -164,8 +164,8 @@ class Loader:
         self.batches = batches
         if iter(batches) is batches:
             raise ValueError(
-                f"batches is {batches!r}, which can be iterated over once only; pass a DataLoader, a list, or "
-                "another object that starts again each time it is iterated over"
+                f"batches is {batches!r}, which can be iterated over once only; pass a DataLoader, a list, "
+                "or another object that starts again each time it is iterated over"
             )
         self._begin(_seed())
 
