@@ -15,7 +15,8 @@ from pyro_sym.export.log_sum import LogSum
 from pyro_sym.export.sites import unseen
 from pyro_sym.export.vmap_draws import at_draws
 from pyro_sym.model.conditioned_sites import fixed_parameters
-from pyro_sym.model.program import Program, is_data, marginal_terms
+from pyro_sym.model.enumeration import marginal_terms
+from pyro_sym.model.program import Program, is_data
 
 __all__ = ["allocation_probabilities"]
 

@@ -16,7 +16,8 @@ from pyro_sym.export.pointwise import Data, picks_rows, terms_of
 from pyro_sym.export.sites import unseen
 from pyro_sym.model.all_rows import Window, windows
 from pyro_sym.model.conditioned_sites import FromPrior, fixed_parameters
-from pyro_sym.model.program import Program, base_of, in_subsampled_plate, is_data, is_deterministic
+from pyro_sym.model.program import Program, in_subsampled_plate, is_data, is_deterministic
+from pyro_sym.unwrap import base_of
 
 __all__ = ["PointwiseLikelihood", "log_likelihood"]
 

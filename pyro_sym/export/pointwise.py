@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.distributions import MaskedDistribution
 from pyro.ops import packed as packed_ops
 from pyro.ops.contract import contract_tensor_tree
 from torch import Tensor
 
+from pyro_sym._private import mask_of_distribution
 from pyro_sym.export.log_sum import LogSum
 from pyro_sym.export.sites import infer_of
 from pyro_sym.model.all_rows import Window
 from pyro_sym.model.program import is_data
+from pyro_sym.unwrap import layers
 
 __all__ = ["Data", "Term", "mask_of", "picks_rows", "terms_of"]
 
@@ -93,12 +94,11 @@ def mask_of(site: Any, shape: tuple[int, ...]) -> Tensor | None:
     fn = site["fn"]
     event_dim = fn.event_dim
     masks = [] if site["mask"] is None or site["mask"] is True else [torch.as_tensor(site["mask"])]
-    while hasattr(fn, "base_dist"):
-        if isinstance(fn, MaskedDistribution) and fn._mask is not True:
-            mask = torch.as_tensor(fn._mask).expand(fn.batch_shape)
-            inside = event_dim - fn.event_dim  # batch dims of fn that are event dims of the site
+    for layer in layers(fn):
+        if (own := mask_of_distribution(layer)) is not True:
+            mask = torch.as_tensor(own).expand(layer.batch_shape)
+            inside = event_dim - layer.event_dim  # batch dims of this one that are event dims of the site
             masks.append(mask.flatten(-inside).any(-1) if inside else mask)
-        fn = fn.base_dist
     if not masks:
         return None
     return torch.stack(torch.broadcast_tensors(*[mask.bool() for mask in masks])).all(0).expand(shape)

@@ -19,12 +19,12 @@ from pyro_sym.model.all_rows import Window, windows
 from pyro_sym.model.program import (
     GivenIndices,
     RefusedError,
-    base_of,
     in_subsampled_plate,
     is_data,
     is_deterministic,
     traced,
 )
+from pyro_sym.unwrap import base_of
 
 __all__ = ["predict", "prior_draws"]
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from pyro import poutine
 from pyro.distributions import Unit
-from pyro.poutine.subsample_messenger import _Subsample
 
 from pyro_sym._random import fork_random_state
-from pyro_sym.model.program import base_of
+from pyro_sym.unwrap import base_of, is_plate
 
 __all__ = ["infer_of", "latents", "unseen", "variables"]
 
@@ -27,7 +26,8 @@ def unseen() -> Iterator[None]:
 def variables(trace: poutine.Trace) -> Iterator[tuple[str, Any]]:
     """Sample sites that have values: latent, observed and deterministic sites, without plates and factors."""
     for name, site in trace.nodes.items():
-        if site["type"] == "sample" and not isinstance(base_of(site["fn"]), _Subsample | Unit):
+        fn = site["fn"]
+        if site["type"] == "sample" and not is_plate(fn) and not isinstance(base_of(fn), Unit):
             yield name, site
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
 
+from pyro_sym._private import OpOverload, operands_of, tree_map
 from pyro_sym.errors import SymmetryError
 from pyro_sym.network.aten_rules import RULES, STRUCTURAL, Operand, Operation, pointwise
 from pyro_sym.network.atoms import Atoms, Axis, Factor
@@ -183,12 +183,12 @@ class _Walk:
     def _by_rule(self, node: fx.Node) -> list[Operand]:
         """The results of an operation, or only the first ones; empty if it has no rule."""
         shapes, target = _shapes(node), node.target
-        if not isinstance(target, torch._ops.OpOverload) or not shapes:
+        if not isinstance(target, OpOverload) or not shapes:
             return []
-        schema = target._schema
-        name = schema.name.removeprefix("aten::")
-        arguments = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-        arguments |= dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+        name = target.name().removeprefix("aten::").partition(".")[0]
+        operands = operands_of(target)
+        arguments = {a.name: a.default_value for a in operands if a.has_default_value()}
+        arguments |= dict(zip((a.name for a in operands), node.args, strict=False)) | node.kwargs
         op = Operation(self.atoms, name, tree_map(self._operand, arguments), shapes[0])
 
         elementwise = (

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from pyro_sym._private import tree_leaves, tree_map
 from pyro_sym._random import fork_random_state
 from pyro_sym.errors import SymmetryError
 from pyro_sym.model.double_precision import all_in_double, default_dtype, to_double

@@ -8,13 +8,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_leaves, tree_map
 
+from pyro_sym._private import tree_leaves, tree_map
 from pyro_sym.errors import SymmetryError
 from pyro_sym.symmetry.base import Symmetry, Values
 
 __all__ = ["Replay", "tolerance"]
+
+DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 
 # Relative to the largest output. In float64, sums in another order differ by some 1e-15 of it.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2}
@@ -38,7 +46,7 @@ class Replay:
         self.inputs: Any = (args, kwargs)
         self.values = {name: tensor.detach().clone() for name, tensor in self.state.items()}
         for part in module.modules():
-            if isinstance(part, _DropoutNd):
+            if isinstance(part, DROPOUTS):
                 part.p = 0.0
             elif isinstance(part, nn.RNNBase | nn.MultiheadAttention):
                 part.dropout = 0.0

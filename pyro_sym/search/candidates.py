@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pyro.distributions import constraints
 
 from pyro_sym.model.conditioned_sites import fixed_parameters
-from pyro_sym.model.program import LatentSite, Program, in_subsampled_plate, is_data, support_of_entries
+from pyro_sym.model.program import LatentSite, Program, in_subsampled_plate, is_data
 from pyro_sym.symmetry.base import FiniteGroup, Group
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
 from pyro_sym.symmetry.viewed import Shape, Viewed
+from pyro_sym.unwrap import is_real, support_of_entries
 
 __all__ = ["Candidate", "Kind", "candidates", "group_of", "whole_sites"]
 
@@ -80,7 +81,7 @@ def whole_sites(program: Program) -> Iterator[Candidate]:
     """
     for latent in program.latents.values():
         shape = tuple(latent.value.shape)
-        real = support_of_entries(latent.support) is constraints.real
+        real = is_real(latent.support)
         if real and shape and latent.value.numel() and not in_subsampled_plate(latent.frames):
             yield Candidate(latent.name, (), 1, coupled=True, signed=True, shape=shape)
 

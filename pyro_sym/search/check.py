@@ -14,10 +14,9 @@ import torch
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.nn import PyroModule
 from pyro.poutine.block_messenger import BlockMessenger
-from pyro.poutine.messenger import _bound_partial, _context_wrap
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from pyro_sym._private import tree_map, unwrapped
 from pyro_sym._random import fork_random_state
 from pyro_sym.errors import SymmetryError
 from pyro_sym.model.double_precision import CastsToDouble, default_dtype
@@ -122,11 +121,8 @@ def unblocked(model: Callable[..., Any]) -> Callable[..., Any]:
     """
     kept = []
     fn = model
-    while True:
-        inner = fn.func if isinstance(fn, _bound_partial) else fn
-        if not (isinstance(inner, partial) and inner.func is _context_wrap):
-            break
-        messenger, fn = inner.args
+    while (outer := unwrapped(fn)) is not None:
+        messenger, fn = outer
         if not isinstance(messenger, BlockMessenger | InitMessenger):
             kept.append(messenger)
     for messenger in reversed(kept):

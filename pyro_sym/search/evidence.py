@@ -26,9 +26,10 @@ from torch.distributions import biject_to
 
 from pyro_sym.errors import SymmetryError
 from pyro_sym.model.all_rows import Window, blocks, widened
-from pyro_sym.model.program import Program, init_to_prior, support_of_entries
+from pyro_sym.model.program import Program, init_to_prior
 from pyro_sym.search.comparison import Change, Joint, compared, evaluated, rounding_levels
 from pyro_sym.symmetry.base import Element, Group
+from pyro_sym.unwrap import support_of_entries
 
 __all__ = ["MAX_GENERATORS", "Evidence", "Point", "Refutation", "finite_draws", "named", "unbroken"]
 

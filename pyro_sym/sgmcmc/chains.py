@@ -14,7 +14,7 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_sym.model.gradient import ChainGradient, groups
+from pyro_sym.model.gradient import ChainGradient, chain_slices
 from pyro_sym.model.minibatch import Loader, Minibatch, PlateRows
 from pyro_sym.model.potential import Potential
 from pyro_sym.sgmcmc.divergence import EARLY, Divergence, Divergences, Start
@@ -34,8 +34,8 @@ class Chains:
     r"""All chains of a run, of shape ``(C, d)``, as one or several shards.
 
     Small chains are one shard and take each step together. Large ones
-    (:func:`~pyro_sym.model.gradient.groups`) are a shard each and take it one after the other. All shards see
-    the minibatch of the step, its step size and temperature, and the mass that the preconditioner has learnt.
+    (:func:`~pyro_sym.model.gradient.chain_slices`) are a shard each and take it one after the other. All
+    shards see the minibatch of the step, its step size and temperature, and the mass that the preconditioner has learnt.
 
     Energy and gradient are those at ``state[0]``, on the minibatch of the step to come; so every position has
     its energy when it becomes a draw, on a minibatch independent of it.
@@ -90,7 +90,7 @@ class Chains:
         self._ladder: tuple[Any, Tensor] | None = None
         self.temperature = self._checked(kernel.temperature_at(0))
         self._warm = is_warm(self.temperature)
-        slices = groups(*position.shape)
+        slices = chain_slices(*position.shape)
         self.shards = [Shard(kernel, rows, position, alone=len(slices) == 1) for rows in slices]
         self._fused = fused
         self._last_numbers: tuple[Any, tuple[Tensor, Tensor]] | None = None

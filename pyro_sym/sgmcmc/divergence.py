@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pyro_sym.draws.divergence import Divergence
 from pyro_sym.errors import DivergenceError
-from pyro_sym.model.gradient import potential_on
 from pyro_sym.model.minibatch import Minibatch
 from pyro_sym.model.potential import Potential
 
@@ -114,9 +113,9 @@ class Divergences:
             self.ended[chain] = divergence
 
     def _log_joint_terms(self, position: Tensor, minibatch: Minibatch) -> dict[str, Tensor]:
-        potential = potential_on(self._potential, minibatch)
+        potential = self._potential
         values = potential.constrain(potential.unflatten(position))
-        return potential.program.log_joint_terms(values, minibatch.indices)
+        return potential.program.log_joint_terms(values, minibatch.indices, minibatch.args)
 
     def freeze(self, rows: slice, now: tuple[Tensor, ...], before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Keep chains that have diverged where they last were finite. Chains are the first dim of each."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_sym._random import fork_random_state
-from pyro_sym.model.gradient import Gradient, groups, potential_on
+from pyro_sym.model.gradient import Gradient, chain_slices
 from pyro_sym.model.minibatch import Loader, Minibatch, PlateRows
 from pyro_sym.model.potential import Potential
 
@@ -62,7 +62,7 @@ def starting_points(
     minibatch = source.first()
     refuse_flat_sites(potential, minibatch.of(0))
     fine = torch.empty(num_chains, dtype=torch.bool, device=position.device)
-    for group in groups(*position.shape):
+    for group in chain_slices(*position.shape):
         with torch.no_grad(), pyro.validation_enabled(False):
             energy, slope = gradient(position[group], minibatch.of(group))
         fine[group] = energy.isfinite() & slope.isfinite().all(-1) & position[group].isfinite().all(-1)
@@ -172,7 +172,7 @@ def refuse_flat_sites(potential: Potential, minibatch: Minibatch) -> None:
     Raises:
         ValueError: if there is such a site; the message names it.
     """
-    program = potential_on(potential, minibatch).program
+    program = potential.program
     sees_all = not potential.program.plates and minibatch.args is None
     prototype = {
         name: u.detach()
@@ -187,7 +187,7 @@ def refuse_flat_sites(potential: Potential, minibatch: Minibatch) -> None:
             at = {n: u + spread * (2 * torch.rand_like(u) - 1) for n, u in prototype.items()}
             values = {n: v.detach().requires_grad_() for n, v in potential.constrain(at).items()}
             try:
-                joint = program.log_joint(values, minibatch.indices)
+                joint = program.log_joint(values, minibatch.indices, minibatch.args)
                 slopes = (
                     torch.autograd.grad(joint, [values[name] for name in flat], allow_unused=True)
                     if joint.requires_grad

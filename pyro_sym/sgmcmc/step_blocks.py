@@ -1,4 +1,4 @@
-"""Several steps of a sampler, their gradients included, as one compiled function."""
+"""Several steps of a sampler and their gradients as one compiled function."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from pyro_sym.graph.batching import UnbatchableError
-from pyro_sym.graph.codegen import straight_line
-from pyro_sym.graph.comparison import NUDGES, nudge, relative_error, tolerance
-from pyro_sym.graph.record import Function, UntraceableError, simplify, trace
-from pyro_sym.model.gradient import Gradient, _Reference
+from pyro_sym.graph.checked import Probe, check, nudge, relative_error, tolerance
+from pyro_sym.graph.record import Function, UntraceableError, trace
+from pyro_sym.graph.simplify import simplify
+from pyro_sym.model.gradient import Gradient
 from pyro_sym.model.minibatch import Minibatch
 
 __all__ = ["FusedSteps", "State", "Step", "block_length"]
@@ -167,18 +167,15 @@ class FusedSteps:
         """Compile the steps for inputs of these shapes, or fall back."""
         from pyro_sym.graph.aot import CompilationError, compiled
 
-        position, names = inputs[0], tuple(indices)
-        first = Minibatch({name: rows[0] for name, rows in indices.items()})
-        reference = _Reference(self.gradient, position, first)
+        names = tuple(indices)
         try:
-            graph = self.gradient.graph(position, first)
-            reference.check(straight_line(graph, [position, *first.indices.values()]))
+            checked = self.gradient.checked(inputs[0], Minibatch({n: rows[0] for n, rows in indices.items()}))
         except UnbatchableError as error:
-            self.gradient._do_not_compile(error)
+            self.gradient.do_not_compile(error)
             return
-        except UntraceableError as error:
-            self.gradient._run_the_model(error, reference.seconds)
+        if checked is None:
             return
+        graph = checked.graph
 
         def evaluate(position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
             return graph(position, *minibatch.indices.values())
@@ -195,76 +192,80 @@ class FusedSteps:
         try:
             with torch.no_grad():
                 run = compiled(simplify(trace(block, inputs), inputs), inputs)
-                _check_block(run, block, inputs, parts)
+                self._prepared[key] = check(run, [_BlockProbe(block, inputs, parts)])
         except (CompilationError, UntraceableError) as error:
-            self.gradient._do_not_compile(error)
-            return
-        self._prepared[key] = run
+            self.gradient.do_not_compile(error)
 
 
-# By what a check multiplies the step size, in turn, until rounding doesn't grow within a block.
+# Factors of the step size that are tried in turn until rounding errors don't grow within a block.
 _FACTORS = (100.0, 10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4)
 
 
-def _check_block(run: Function, block: Function, inputs: list[Tensor], parts: int) -> None:
-    """Raise unless compiled steps give what the same steps give uncompiled.
+class _BlockProbe(Probe):
+    """Compares compiled steps with the same steps uncompiled.
 
-    Where the dynamics is unstable or chaotic, two right computations differ a lot after a few steps; where
-    steps are short, a wrong order of noise or rows changes little. So they are compared at the longest of
-    a few step sizes at which a rounding error doesn't grow.
+    If the dynamics is unstable or chaotic, two right computations are far apart after a few steps; if steps
+    are short, a wrong order of noise or rows changes little. So the probe multiplies the step sizes by the
+    largest of a few factors at which a rounding error at the start doesn't grow.
 
     Args:
-        run: the compiled block.
-        block: the block as a function of the same inputs.
+        block: the steps as a function of the inputs.
         inputs: the parts of the state, the gradient, the noise, the step sizes, and the rest.
         parts: how many parts the state has.
+
+    Raises:
+        UntraceableError: if nothing is finite, or rounding errors grow at all step sizes.
     """
-    from pyro_sym.graph.aot import CompilationError
 
-    position, rest = inputs[0], inputs[1:]
+    def __init__(self, block: Function, inputs: Sequence[Tensor], parts: int) -> None:
+        super().__init__(moves=False)
+        self.block, self.inputs, self.parts = block, inputs, parts
+        position = inputs[0]
+        generator = torch.Generator().manual_seed(0)  # leaves the global generator alone
+        noise = torch.randn(position.shape, generator=generator, dtype=position.dtype).to(position.device)
+        rounded = position * (1 + 4 * torch.finfo(position.dtype).eps * noise)
+        growth: dict[float, float] = {}  # the rounding error at the end, by factor
+        finite = self._num_finite(self._run(block, position, _FACTORS[-1]))  # fewer if steps go to infinity
+        for factor in _FACTORS:
+            growth[factor] = math.inf
+            with suppress(RuntimeError):  # too far out for the model: for example, no Cholesky factor
+                expected = self._run(block, position, factor)
+                if self._num_finite(expected) == finite:
+                    results = self._run(block, rounded, factor)
+                    growth[factor] = max(map(relative_error, results, expected))
+            if growth[factor] <= 0.1 * tolerance(position):
+                break
+        self.factor = min(growth, key=growth.__getitem__)
+        self.allowed = max(tolerance(position), 10 * growth[self.factor])
+        if finite == 0:
+            raise UntraceableError("it can't be checked where nothing is finite")
+        if not growth[self.factor] <= 0.01:
+            raise UntraceableError("it can't be checked: a rounding error grows to 1 % at all step sizes")
 
-    def moved(position: Tensor, factor: float) -> list[Tensor]:
-        scaled = [factor * part if n == parts + 1 else part for n, part in enumerate(rest)]
-        return [position, *scaled]
+    def _run(self, function: Function, position: Tensor, factor: float) -> Sequence[Tensor]:
+        """State, energies and gradients, without their sum."""
+        sizes = self.parts + 2  # the place of the step sizes
+        rest = [factor * part if n == sizes else part for n, part in enumerate(self.inputs[1:], 1)]
+        return function(position, *rest)[:-1]
 
-    generator = torch.Generator().manual_seed(0)  # the user's random numbers stay as they are
-    noise = torch.randn(position.shape, generator=generator, dtype=position.dtype).to(position.device)
-    rounded = position * (1 + 4 * torch.finfo(position.dtype).eps * noise)
-    growth: dict[float, float] = {}  # by factor, what becomes of a rounding error at the start
-    finite = _num_finite(block(*moved(position, _FACTORS[-1])))  # fewer are where steps leave for infinity
-    for factor in _FACTORS:
-        growth[factor] = math.inf
-        with suppress(RuntimeError):  # too far out for the model, as where a matrix has no Cholesky factor
-            expected = block(*moved(position, factor))
-            if _num_finite(expected) == finite:
-                growth[factor] = _deviation(block(*moved(rounded, factor)), expected)
-        if growth[factor] <= 0.1 * tolerance(position):
-            break
-    factor = min(growth, key=growth.__getitem__)
-    if finite == 0:
-        raise CompilationError("it can't be checked where nothing is finite")
-    if not growth[factor] <= 0.01:
-        raise CompilationError("it can't be checked: a rounding error grows to 1 % within steps of any size")
-    allowed = max(tolerance(position), 10 * growth[factor])
-    errors = []
-    for number in range(1 + NUDGES):  # a difference at a kink is gone at a nudged point
-        given = moved(position + nudge(position, number), factor)
-        errors.append(_deviation(run(*given), block(*given)))
-        if errors[-1] <= allowed:
-            return
-    raise CompilationError(
-        f"its {len(inputs[parts + 1])} steps of {factor:g} times the step size come out off by "
-        f"{errors[0]:.1g}, relative to the same steps uncompiled"
-    )
+    @staticmethod
+    def _num_finite(results: Sequence[Tensor]) -> int:
+        return sum(int(result.isfinite().sum()) for result in results)
 
+    def reference(self, fraction: float, number: int) -> Sequence[Tensor]:
+        return self.results(self.block, fraction, number)
 
-def _num_finite(results: Sequence[Tensor]) -> int:
-    return sum(int(result.isfinite().sum()) for result in results[:-1])
+    def results(self, function: Function, fraction: float, number: int) -> Sequence[Tensor]:
+        return self._run(function, self.inputs[0] + nudge(self.inputs[0], number), self.factor)
 
+    def tolerance(self, wanted: Tensor) -> float:
+        return self.allowed
 
-def _deviation(results: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """The largest relative error, over state, energies and gradients, but not their sum."""
-    return max(relative_error(r, w) for r, w in zip(results[:-1], wanted[:-1], strict=True))
+    def problem(self, number: int, deviation: float) -> str:
+        return (
+            f"its {len(self.inputs[self.parts + 2])} steps of {self.factor:g} times the step size come out "
+            f"off by {deviation:.1g}, relative to the same steps uncompiled"
+        )
 
 
 def _total(position: Tensor, energy: Tensor, gradient: Tensor) -> Tensor:

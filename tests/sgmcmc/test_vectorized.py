@@ -210,7 +210,7 @@ def test_batches_of_a_loader_are_sgd_at_zero_temperature() -> None:
 
 
 def test_batches_that_cannot_be_had_twice_are_refused() -> None:
-    with pytest.raises(ValueError, match="can be run through once only"):
+    with pytest.raises(ValueError, match="can be iterated over once only"):
         run(BAOA(loader_model, step_size=0.1, batches=iter([])), num_samples=1)
     with pytest.raises(ValueError, match="yields no batch"):
         run(BAOA(loader_model, step_size=0.1, batches=[]), num_samples=1)

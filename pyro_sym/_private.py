@@ -1,0 +1,295 @@
+"""The private interfaces of torch and Pyro that the package uses, each with what is done without it.
+
+docs/architecture.md lists them; ``tests/test_private.py`` takes each away in turn.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import getattr_static
+from operator import attrgetter
+from typing import Any, cast
+
+import pyro
+import torch
+from pyro.poutine import messenger, runtime
+from torch import Tensor
+from torch.distributions import Distribution
+from torch.fx.node import map_aggregate
+
+__all__ = [
+    "OpOverload",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "active_handlers",
+    "called_guide",
+    "constraint_of",
+    "direct_call",
+    "existing",
+    "forget_inverse",
+    "has_run",
+    "is_mutable",
+    "loc_and_scale",
+    "mask_of_distribution",
+    "operands_of",
+    "replaced_in_this_thread",
+    "returns_view",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+    "unvalidated",
+    "unwrapped",
+    "without_validation",
+]
+
+# Nested lists, tuples and dicts of values
+
+
+@dataclass(frozen=True)
+class _Structure:
+    """A nested container with numbers in place of its leaves."""
+
+    tree: Any = field(compare=False)
+    text: str
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
+    leaves: list[Any] = []
+
+    def number(leaf: Any) -> int:
+        leaves.append(leaf)
+        return len(leaves) - 1
+
+    numbered = map_aggregate(tree, number)
+    return leaves, _Structure(numbered, repr(numbered))
+
+
+def _unflatten(leaves: Sequence[Any], structure: Any) -> Any:
+    return map_aggregate(structure.tree, lambda number: leaves[cast(int, number)])
+
+
+try:
+    from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+except ImportError:  # lists, tuples and dicts only
+    TreeSpec = _Structure  # type: ignore[assignment,misc]
+    tree_flatten, tree_unflatten = _flatten, _unflatten  # type: ignore[assignment]
+
+    def tree_leaves(tree: Any) -> list[Any]:  # type: ignore[misc]
+        """The leaves of a nested container."""
+        return _flatten(tree)[0]
+
+    def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:  # type: ignore[misc]
+        """A nested container with a function of each leaf in its place."""
+        return map_aggregate(tree, function)
+
+
+# Operations of torch
+
+
+class _NoDispatchMode:
+    """In place of torch's class if there is none: nothing can be recorded, so models are run as they are."""
+
+    def __enter__(self) -> Any:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no TorchDispatchMode that operations are recorded by"
+        )
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode
+except ImportError:
+    TorchDispatchMode = _NoDispatchMode  # type: ignore[assignment,misc]
+
+OpOverload: Any = type(torch.ops.aten.add.Tensor)
+"""The class of operations such as ``aten.add.Tensor``."""
+
+
+def existing(*names: str) -> frozenset[Any]:
+    """The operations of these names, such as ``"view.default"``, as far as this version of torch has them."""
+    pairs = (name.split(".") for name in names)
+    packets = ((getattr(torch.ops.aten, packet, None), overload) for packet, overload in pairs)
+    return frozenset(op for packet, name in packets if (op := getattr(packet, name, None)) is not None)
+
+
+def is_mutable(op: Any) -> bool:
+    """Whether an operation writes into its first operand; told by its name where it has no schema."""
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        name, _, overload = op.name().partition(".")
+        return name.endswith("_") or "out" in overload
+    return cast(bool, schema.is_mutable)
+
+
+def returns_view(op: Any) -> bool:
+    """Whether an operation returns a view of its first operand; assumed where it has no schema."""
+    schema = getattr(op, "_schema", None)
+    return schema is None or any(out.alias_info is not None for out in schema.returns)
+
+
+def operands_of(op: Any) -> Sequence[Any]:
+    """The operands that an operation declares; none where it has no schema, and then no rule fits it."""
+    schema = getattr(op, "_schema", None)
+    return () if schema is None else schema.arguments
+
+
+def direct_call(op: Any) -> Callable[..., Any]:
+    """What an operation calls in the end, which takes less time than the operation; else the operation."""
+    return cast(Callable[..., Any], getattr(op, "_op", op))
+
+
+# Functions replaced for a while
+
+_patches: dict[tuple[Any, str], _Patch] = {}
+_lock = threading.Lock()
+
+
+class _Patch:
+    """A dispatcher in place of a function: each thread calls its own replacement, or else the original."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.static = getattr_static(owner, name)
+        self.original = getattr(owner, name)
+        self.own = threading.local()
+        self.users = 0
+
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
+            return self.current()(*args, **kwargs)
+
+        setattr(owner, name, staticmethod(dispatch) if isinstance(self.static, staticmethod) else dispatch)
+
+    def replacements(self) -> list[Callable[..., Any]]:
+        """Those of this thread, the latest last."""
+        return cast(list[Callable[..., Any]], self.own.__dict__.setdefault("replacements", []))
+
+    def current(self) -> Callable[..., Any]:
+        """What this thread calls."""
+        return (self.replacements() or [self.original])[-1]
+
+
+@contextmanager
+def replaced_in_this_thread(
+    owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Replace a function of a module or class in this thread; other threads go on calling the original.
+
+    Args:
+        owner: the module or class.
+        name: the function's name there; if it has no such function, nothing is replaced.
+        make: takes the function and returns what is called in its place.
+    """
+    if not hasattr(owner, name):
+        yield
+        return
+    key = (owner, name)
+    with _lock:
+        patch = _patches.get(key) or _patches.setdefault(key, _Patch(owner, name))
+        patch.users += 1
+    patch.replacements().append(make(patch.current()))
+    try:
+        yield
+    finally:
+        patch.replacements().pop()
+        with _lock:
+            patch.users -= 1
+            if patch.users == 0:
+                setattr(owner, name, _patches.pop(key).static)
+
+
+class _ValidationOff:
+    """Pyro's validation, which is one switch for all threads: on again when the last user has left."""
+
+    def __init__(self) -> None:
+        self.users = 0
+
+    def __enter__(self) -> None:
+        with _lock:
+            if self.users == 0:
+                self.setting = pyro.validation_enabled(False)
+                self.setting.__enter__()
+            self.users += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with _lock:
+            self.users -= 1
+            if self.users == 0:
+                self.setting.__exit__(None, None, None)
+
+
+_validation_off = _ValidationOff()
+
+
+@contextmanager
+def unvalidated() -> Iterator[None]:
+    """Switch validation off, in this thread for existing distributions, too: it branches on values."""
+    nothing = replaced_in_this_thread(Distribution, "_validate_sample", lambda _: lambda self, value: None)
+    with nothing, _validation_off:
+        yield
+
+
+# Handlers, guides and modules of Pyro
+
+
+def active_handlers() -> Sequence[Any] | None:
+    """The effect handlers in force, the outermost first; ``None`` where Pyro doesn't say."""
+    return getattr(runtime, "_PYRO_STACK", None)
+
+
+def unwrapped(fn: Any) -> tuple[Any, Callable[..., Any]] | None:
+    """The outermost handler around a function and the function inside of it; ``None`` if none is seen."""
+    bound, wrap = (getattr(messenger, name, None) for name in ("_bound_partial", "_context_wrap"))
+    inner = fn.func if bound is not None and isinstance(fn, bound) else fn
+    if wrap is None or not (isinstance(inner, partial) and inner.func is wrap):
+        return None
+    handler, function = inner.args
+    return handler, function
+
+
+def mask_of_distribution(distribution: Any) -> Tensor | bool:
+    """The mask of a ``MaskedDistribution``, its one boolean tensor if renamed; ``True`` of others."""
+    if not isinstance(distribution, pyro.distributions.MaskedDistribution):
+        return True
+    attributes = vars(distribution)
+    if "_mask" in attributes:
+        return cast("Tensor | bool", attributes["_mask"])
+    return next(a for a in attributes.values() if isinstance(a, Tensor) and a.dtype == torch.bool)
+
+
+def loc_and_scale(guide: Any, name: str) -> tuple[Tensor, Tensor]:
+    """Location and scale of a site of an ``AutoNormal``."""
+    if hasattr(guide, "_get_loc_and_scale"):
+        return cast(tuple[Tensor, Tensor], guide._get_loc_and_scale(name))
+    loc, scale = (attrgetter(name)(part) for part in (guide.locs, guide.scales))
+    return loc, scale
+
+
+def constraint_of(store: Any, name: str, default: Any) -> Any:
+    """The constraint of a parameter of a store, or that of its statement."""
+    return getattr(store, "_constraints", {}).get(name, default)
+
+
+def called_guide(part: Any) -> Callable[..., Any]:
+    """The function inside of an ``AutoCallable``, or what calls it."""
+    return cast(Callable[..., Any], getattr(part, "_guide", part.forward))
+
+
+def forget_inverse(transform: Any) -> None:
+    """Let a copy of a transform make an inverse of its own."""
+    if hasattr(transform, "_inv"):
+        transform._inv = None
+
+
+def without_validation(distribution: Any) -> None:
+    """Switch the validation of one distribution off; harmless if it has another switch."""
+    distribution._validate_args = False
+
+
+def has_run(module: Any) -> bool:
+    """Whether a ``PyroModule`` has run, so that its parameters have names; ``False`` if it doesn't say."""
+    return bool(getattr(getattr(module, "_pyro_context", None), "used", False))
