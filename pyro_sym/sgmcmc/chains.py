@@ -35,7 +35,8 @@ class Chains:
 
     Small chains are one shard and take each step together. Large ones
     (:func:`~pyro_sym.model.gradient.chain_slices`) are a shard each and take it one after the other. All
-    shards see the minibatch of the step, its step size and temperature, and the mass that the preconditioner has learnt.
+    shards see the minibatch of the step, its step size and temperature, and the mass that the
+    preconditioner has learnt.
 
     Energy and gradient are those at ``state[0]``, on the minibatch of the step to come; so every position has
     its energy when it becomes a draw, on a minibatch independent of it.
