@@ -63,13 +63,11 @@ class Import:
     Attributes:
         source: the dotted name of the file that is imported from.
         member: the name that is taken from it; None if it is the file itself.
-        bound: what the importing file calls it.
         line: where.
     """
 
     source: str
     member: str | None
-    bound: str
     line: int
 
 
@@ -91,13 +89,13 @@ def imports(file: File, files: Files, package: str = "pyro_sym") -> Iterator[Imp
             source = (node.module or "").partition(".")[2]
             for alias in node.names:
                 inner = f"{source}.{alias.name}".lstrip(".")
-                found = (inner, None) if inner in files else (source, alias.name)
-                yield Import(*found, alias.asname or alias.name, node.lineno)
+                origin, member = (inner, None) if inner in files else (source, alias.name)
+                yield Import(origin, member, node.lineno)
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.partition(".")[0] == package:
                     source = alias.name.partition(".")[2]
-                    yield Import(source, None, alias.asname or alias.name, node.lineno)
+                    yield Import(source, None, node.lineno)
 
 
 def is_private(name: str) -> bool:
