@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import getattr_static
+from itertools import count
 from operator import attrgetter
 from typing import Any, cast
 
@@ -50,62 +51,53 @@ __all__ = [
 # Nested lists, tuples and dicts of values
 
 
-@dataclass(frozen=True)
-class _Structure:
-    """A nested container with numbers in place of its leaves."""
-
-    tree: Any = field(compare=False)
-    text: str
-
-
-def _flatten(tree: Any) -> tuple[list[Any], Any]:
-    leaves: list[Any] = []
-
-    def number(leaf: Any) -> int:
-        leaves.append(leaf)
-        return len(leaves) - 1
-
-    numbered = map_aggregate(tree, number)
-    return leaves, _Structure(numbered, repr(numbered))
-
-
-def _unflatten(leaves: Sequence[Any], structure: Any) -> Any:
-    return map_aggregate(structure.tree, lambda number: leaves[cast(int, number)])
-
-
 try:
     from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 except ImportError:  # lists, tuples and dicts only
-    TreeSpec = _Structure  # type: ignore[assignment,misc]
-    tree_flatten, tree_unflatten = _flatten, _unflatten  # type: ignore[assignment]
 
-    def tree_leaves(tree: Any) -> list[Any]:  # type: ignore[misc]
-        """The leaves of a nested container."""
-        return _flatten(tree)[0]
+    @dataclass(frozen=True)
+    class TreeSpec:  # type: ignore[no-redef]
+        """A nested container with numbers in place of its leaves."""
+
+        tree: Any = field(compare=False)
+        text: str
 
     def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:  # type: ignore[misc]
-        """A nested container with a function of each leaf in its place."""
+        """The container of a function's values at the leaves."""
         return map_aggregate(tree, function)
+
+    def tree_leaves(tree: Any) -> list[Any]:  # type: ignore[misc]
+        """The leaves of a container."""
+        leaves: list[Any] = []
+        map_aggregate(tree, leaves.append)
+        return leaves
+
+    def tree_flatten(tree: Any) -> tuple[list[Any], Any]:  # type: ignore[misc]
+        """The leaves of a container, and what it is without them."""
+        numbers = count()
+        numbered = map_aggregate(tree, lambda leaf: next(numbers))
+        return tree_leaves(tree), TreeSpec(numbered, repr(numbered))
+
+    def tree_unflatten(leaves: Sequence[Any], spec: Any) -> Any:  # type: ignore[misc]
+        """A container of other leaves."""
+        return map_aggregate(spec.tree, lambda number: leaves[cast(int, number)])
 
 
 # Operations of torch
 
 
-class _NoDispatchMode:
-    """In place of torch's class if there is none: nothing can be recorded, so models are run as they are."""
-
-    def __enter__(self) -> Any:
-        raise RuntimeError(
-            f"torch {torch.__version__} has no TorchDispatchMode that operations are recorded by"
-        )
-
-    def __exit__(self, *error: Any) -> None: ...
-
-
 try:
     from torch.utils._python_dispatch import TorchDispatchMode
-except ImportError:
-    TorchDispatchMode = _NoDispatchMode  # type: ignore[assignment,misc]
+except ImportError:  # nothing can be recorded, so models are run as they are
+
+    class TorchDispatchMode:  # type: ignore[no-redef]
+        """A mode that can't be entered."""
+
+        def __enter__(self) -> Any:
+            raise RuntimeError(f"torch {torch.__version__} has no TorchDispatchMode to record operations by")
+
+        def __exit__(self, *error: Any) -> None: ...
+
 
 OpOverload: Any = type(torch.ops.aten.add.Tensor)
 """The class of operations such as ``aten.add.Tensor``."""
@@ -202,35 +194,28 @@ def replaced_in_this_thread(
                 setattr(owner, name, _patches.pop(key).static)
 
 
-class _ValidationOff:
-    """Pyro's validation, which is one switch for all threads: on again when the last user has left."""
-
-    def __init__(self) -> None:
-        self.users = 0
-
-    def __enter__(self) -> None:
-        with _lock:
-            if self.users == 0:
-                self.setting = pyro.validation_enabled(False)
-                self.setting.__enter__()
-            self.users += 1
-
-    def __exit__(self, *error: Any) -> None:
-        with _lock:
-            self.users -= 1
-            if self.users == 0:
-                self.setting.__exit__(None, None, None)
-
-
-_validation_off = _ValidationOff()
+_users: list[int] = []  # the thread of each context that keeps validation off
+_settings = ExitStack()
 
 
 @contextmanager
 def unvalidated() -> Iterator[None]:
-    """Switch validation off, in this thread for existing distributions, too: it branches on values."""
-    nothing = replaced_in_this_thread(Distribution, "_validate_sample", lambda _: lambda self, value: None)
-    with nothing, _validation_off:
-        yield
+    """Switch validation off, in this thread also that of existing distributions: it branches on values.
+
+    Pyro's own switch is one for all threads. It goes back when the last context is left.
+    """
+    with replaced_in_this_thread(Distribution, "_validate_sample", lambda _: lambda self, value: None):
+        with _lock:
+            if not _users:
+                _settings.enter_context(pyro.validation_enabled(False))
+            _users.append(threading.get_ident())
+        try:
+            yield
+        finally:
+            with _lock:
+                _users.pop()
+                if not _users:
+                    _settings.close()
 
 
 # Handlers, guides and modules of Pyro

@@ -64,14 +64,7 @@ class Probe(ABC):
         return False
 
     def compare(self, function: Function) -> bool:
-        """Compare a function with the reference.
-
-        Returns:
-            Whether there was a point at which to compare it.
-
-        Raises:
-            UntraceableError: if the function is wrong.
-        """
+        """Raise an ``UntraceableError`` if a function is wrong; return whether a point allowed to compare."""
         while self.fractions:
             fraction = self.fractions[0]
             if self._reference(0) is None:
@@ -112,11 +105,7 @@ class Probe(ABC):
 
 
 def check(function: Function, probes: Iterable[Probe]) -> Function:
-    """Return a function that agrees with the reference at all probes.
-
-    Raises:
-        UntraceableError: if it doesn't agree, or the reference fails everywhere.
-    """
+    """Return a function that agrees with the reference at all probes, or raise an ``UntraceableError``."""
     compared = [probe.compare(function) for probe in probes]
     if not any(compared):
         raise UntraceableError(
@@ -129,16 +118,9 @@ def check(function: Function, probes: Iterable[Probe]) -> Function:
 def rewritten_if_right(
     graph: fx.GraphModule, inputs: Sequence[Tensor], make: Callable[[fx.GraphModule], T]
 ) -> T:
-    """Make something of a rewritten graph, or of the graph itself if rules fail or make it wrong.
+    """The result of ``make`` for a rewritten graph, or for the graph itself if rules fail or make it wrong.
 
-    Args:
-        graph: a simplified graph.
-        inputs: its inputs.
-        make: what to make of a graph; it raises an ``UntraceableError`` if the graph is wrong, as
-            :func:`check` does.
-
-    Raises:
-        UntraceableError: if the graph itself is wrong.
+    ``make`` raises an ``UntraceableError`` for a wrong graph, as :func:`check` does.
     """
     try:
         return make(rewritten(graph, inputs))
@@ -168,15 +150,7 @@ def relative_error(result: Tensor, wanted: Tensor) -> float:
 
 
 def nudge(x: Tensor, number: int) -> Tensor:
-    """A random displacement of about the square root of the precision of ``x``, determined by ``number``.
-
-    Args:
-        x: a floating point tensor.
-        number: 0 for no displacement.
-
-    Returns:
-        A tensor of the shape of ``x``.
-    """
+    """A displacement of ``x`` by about the square root of its precision, random by ``number``; 0 for 0."""
     if number == 0:
         return torch.zeros_like(x)
     generator = torch.Generator().manual_seed(number)  # leaves the global generator alone

@@ -175,7 +175,7 @@ class _Canceller(_Rewriter):
             return _Product(frozenset({(self._as_node(arg), 1)}), 1.0, own)
         return None
 
-    def _times(self, target: Any, value: Tensor, left: Any, right: Any, power: int = 1) -> _Product | None:
+    def _times(self, _: Any, value: Tensor, left: Any, right: Any, power: int = 1) -> _Product | None:
         one, other = self._product(left, value), self._product(right, value)
         if one is None or other is None or (power < 0 and other.coefficient == 0):
             return None
@@ -187,22 +187,10 @@ class _Canceller(_Rewriter):
             return None
         return _Product(factors, one.coefficient * other.coefficient**power, value)
 
-    def _over(self, target: Any, value: Tensor, left: Any, right: Any) -> _Product | None:
-        return self._times(target, value, left, right, -1)
+    def _power(self, _: Any, value: Tensor, arg: Any, power: Any) -> _Product | None:
+        return self._times(_, value, 1.0, arg, int(power)) if power in (2, 3) else None
 
-    def _inverse(self, target: Any, value: Tensor, arg: Any) -> _Product | None:
-        return self._times(target, value, 1.0, arg, -1)
-
-    def _negative(self, target: Any, value: Tensor, arg: Any) -> _Product | None:
-        return self._times(target, value, -1.0, arg)
-
-    def _power(self, target: Any, value: Tensor, arg: Any, power: Any) -> _Product | None:
-        return self._times(target, value, 1.0, arg, int(power)) if power in (2, 3) else None
-
-    def _minus(self, target: Any, value: Tensor, left: Any, right: Any, alpha: float = 1) -> Any:
-        return self._plus(target, value, left, right, -alpha)
-
-    def _plus(self, target: Any, value: Tensor, left: Any, right: Any, alpha: float = 1) -> Any:
+    def _plus(self, _: Any, value: Tensor, left: Any, right: Any, alpha: float = 1) -> Any:
         one, other = self._product(left, value), self._product(right, value)
         if one is None or other is None:
             return None
@@ -262,14 +250,12 @@ class _Canceller(_Rewriter):
 
     rules: ClassVar[dict[Any, Callable[..., Any]]] = {
         aten.add.Tensor: _plus,
-        aten.div.Scalar: _over,
-        aten.div.Tensor: _over,
-        aten.mul.Scalar: _times,
-        aten.mul.Tensor: _times,
-        aten.neg.default: _negative,
+        aten.sub.Tensor: lambda self, _, value, x, y, alpha=1: self._plus(_, value, x, y, -alpha),
+        **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _times),
+        **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), lambda self, *args: self._times(*args, -1)),
+        aten.neg.default: lambda self, _, value, x: self._times(_, value, -1.0, x),
         aten.pow.Tensor_Scalar: _power,
-        aten.reciprocal.default: _inverse,
-        aten.sub.Tensor: _minus,
+        aten.reciprocal.default: lambda self, _, value, x: self._times(_, value, 1.0, x, -1),
     }
 
 
@@ -367,10 +353,6 @@ class _Regrouper(_Rewriter):
             tensor, both = self.values[beside.node], self.values[beside.node] * arg
             arg = _as_number(arg) if (both.shape, both.dtype) == (tensor.shape, tensor.dtype) else None
         return float(arg) if isinstance(arg, (int, float)) and math.isfinite(arg) else None
-
-    def _negative(self, target: Any, value: Any, arg: Any) -> _Affine | None:
-        affine = self._affine(arg)
-        return None if affine is None else affine.times(-1)
 
     def _product(self, target: Any, value: Any, left: Any, right: Any) -> _Affine | None:
         for one, other in ((left, right), (right, left)):
@@ -481,14 +463,11 @@ class _Regrouper(_Rewriter):
         drop_unused(graph)
 
     rules: ClassVar[dict[Any, Callable[..., Any]]] = {
-        aten.neg.default: _negative,
-        aten.mul.Tensor: _product,
-        aten.mul.Scalar: _product,
-        aten.div.Tensor: _quotient,
-        aten.div.Scalar: _quotient,
         aten.add.Tensor: _sum_of_two,
         aten.sub.Tensor: _difference,
-        aten.sum.default: _sum,
-        aten.sum.dim_IntList: _sum,
+        aten.neg.default: lambda self, target, value, x: self._product(target, value, x, -1),
+        **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _product),
+        **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _quotient),
+        **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList), _sum),
         **dict.fromkeys(_VIEWS, _view),
     }

@@ -66,7 +66,7 @@ def draw_rows(plate: SubsampledPlate, shape: tuple[int, ...] = ()) -> Tensor:
 
 
 def most_at_once(plate: SubsampledPlate) -> int:
-    """The most minibatches that are drawn row by row; for more a permutation is cheaper."""
+    """The most minibatches that are drawn row by row, so independent; a permutation is cheaper for more."""
     size = plate.size
     return (size - 1) // (4 * plate.subsample_size) if size > 5_000 else 0  # measured break-even
 
