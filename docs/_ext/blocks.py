@@ -8,7 +8,8 @@ from sphinx.util import logging
 
 logger = logging.getLogger(__name__)
 WIDTH = 100  # characters beside both sidebars in a window of 1280 px, by _static/custom.css
-CODE = ("python", "default", "ipython3", "py", "sh")
+CODE = ("python", "ipython3", "py", "sh")
+DRAWING = "default"  # a block without a language: a picture in characters, which scrolls
 
 
 def fit(app: Sphinx, doctree: nodes.document) -> None:
@@ -21,7 +22,7 @@ def fit(app: Sphinx, doctree: nodes.document) -> None:
             logger.warning(
                 "a line of code has over %d characters: %s", WIDTH, longest, location=block
             )
-        else:
+        elif block.get("language") != DRAWING:
             block["classes"].append("message")
 
 
