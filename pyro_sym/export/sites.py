@@ -26,7 +26,7 @@ def unseen() -> Iterator[None]:
 def variables(trace: poutine.Trace) -> Iterator[tuple[str, Any]]:
     """Sample sites that have values: latent, observed and deterministic sites, without plates and factors."""
     for name, site in trace.nodes.items():
-        fn = site["fn"]
+        fn = site.get("fn")  # Pyro's own nodes for arguments and return values have none
         if site["type"] == "sample" and not is_plate(fn) and not isinstance(base_of(fn), Unit):
             yield name, site
 
