@@ -18,6 +18,9 @@ from pyro_sym.model.program import SubsampledPlate
 
 __all__ = ["Loader", "Minibatch", "PlateRows", "draw_indices", "draw_rows"]
 
+# Rows that are drawn ahead, at most.
+MAX_AHEAD = 2**16
+
 
 @dataclass(frozen=True)
 class Minibatch:
@@ -36,6 +39,9 @@ class Minibatch:
         """The minibatch of one chain, or of a slice of them."""
         rows = {name: row if row.dim() == 1 else row[chains] for name, row in self.indices.items()}
         return Minibatch(rows, self.args)
+
+
+NO_ROWS = Minibatch()
 
 
 def draw_rows(plate: SubsampledPlate, shape: tuple[int, ...] = ()) -> Tensor:
@@ -104,6 +110,11 @@ class PlateRows:
         self.plates = plates
         self.shape = () if shared else (num_chains,)
         self._ahead: deque[Minibatch] = deque()
+        each = math.prod(self.shape)
+        rows = each * sum(plate.subsample_size for plate in plates.values())
+        # Beyond, windows of a permutation are cheaper (measured); repeats are rare in an eighth of the rows.
+        one_by_one = each <= 32 and all(8 * plate.subsample_size <= plate.size for plate in plates.values())
+        self._steps_ahead = max(1, min(64, MAX_AHEAD // max(1, rows))) if one_by_one else 1
 
     def first(self) -> Minibatch:
         """A minibatch to try the model on."""
@@ -111,16 +122,21 @@ class PlateRows:
 
     def draw(self) -> Minibatch:
         """The minibatch of one step, independent of those of all others."""
+        if not self.plates:
+            return NO_ROWS
         if not self._ahead:
-            drawn = self.draw_many(self._independent_steps())
-            steps = zip(*drawn.values(), strict=True) if drawn else [()]
+            drawn = {name: self._draw_ahead(plate) for name, plate in self.plates.items()}
+            steps = zip(*(rows.unbind() for rows in drawn.values()), strict=True)
             self._ahead.extend(Minibatch(dict(zip(drawn, rows, strict=True))) for rows in steps)
         return self._ahead.popleft()
 
-    def _independent_steps(self) -> int:
-        """For how many steps at once rows can be drawn one by one, to share the overhead of a call."""
-        steps = [most_at_once(plate) // math.prod(self.shape) for plate in self.plates.values()]
-        return max(1, min(64, *steps)) if steps else 1
+    def _draw_ahead(self, plate: SubsampledPlate) -> Tensor:
+        """Independent minibatches of the next steps in one call, of shape ``(steps, *shape, B)``."""
+        if self._steps_ahead == 1:
+            return draw_rows(plate, self.shape).unsqueeze(0)
+        number, count = self._steps_ahead * math.prod(self.shape), plate.subsample_size
+        rows = _without_repeats(plate.size, (number, count), plate.device)
+        return rows.reshape(self._steps_ahead, *self.shape, count)
 
     def cover(self) -> Iterator[tuple[float, Minibatch]]:
         """Minibatches of equal weights in which every row of every plate occurs equally often."""

@@ -483,9 +483,9 @@ class Chains:
 
     def _arrive(self, shard: Shard, state: State, minibatch: Minibatch) -> None:
         """Evaluate energy and gradient of a shard at its new positions, and commit them."""
-        ended, check = self._divergences, self._divergences.check_finite
+        ended, check = self._divergences, self._check_finite
         # A model may fail in ways of its own at a position that is not finite: look before it is evaluated.
-        check("position", state[0], shard.rows, self.step, minibatch)
+        check("position", state[0], shard, minibatch)
         if ended.ended:
             state = ended.freeze(shard.rows, state, shard.state)
         elif shard.alone and ended.on_divergence == "raise":  # nothing to go back to: free what would be kept
@@ -494,13 +494,20 @@ class Chains:
             energy, gradient = self._known[1]
         else:
             energy, gradient = self._evaluate(state[0], minibatch)
-        check("gradient", gradient, shard.rows, self.step, minibatch)
-        check("log probability", energy, shard.rows, self.step, minibatch, state[0])
+        check("gradient", gradient, shard, minibatch)
+        check("log probability", energy, shard, minibatch, state[0])
         if ended.ended:
             before = (*shard.state, shard.energy, shard.gradient)
             *parts, energy, gradient = ended.freeze(shard.rows, (*state, energy, gradient), before)
             state = tuple(parts)
         shard.commit(state, energy, gradient)
+
+    def _check_finite(
+        self, what: str, values: Tensor, shard: Shard, minibatch: Minibatch, position: Tensor | None = None
+    ) -> None:
+        # A sum is half the price of isfinite().all() and can only err on the side of caution, by overflow.
+        if not math.isfinite(values.sum().item()):
+            self._divergences.check_finite(what, values, shard.rows, self.step, minibatch, position)
 
     def _evaluate(self, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
         return self.gradient_of(position, minibatch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -90,9 +89,6 @@ class Divergences:
         Raises:
             DivergenceError: if a value is not finite, unless chains are masked.
         """
-        # A sum is half the price of isfinite().all() and can only err on the side of caution, by overflow.
-        if math.isfinite(values.sum().item()):
-            return
         finite = values.reshape(len(values), -1).isfinite().all(-1)  # (c,)
         chains = range(self._num_chains)[rows]
         for row in (~finite).nonzero().flatten().tolist():

@@ -373,8 +373,8 @@ class SGHMC(_Underdamped):
 
     def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Factor) -> State:
         """One step of :func:`sghmc`."""
-        own = {"friction": self.friction, "noise_estimate": self.noise_estimate}
-        return sghmc(*state, gradient, noise, **own, **settings)
+        friction, estimate = self.friction, self.noise_estimate
+        return sghmc(*state, gradient, noise, friction=friction, noise_estimate=estimate, **settings)
 
     def thermal_momentum(self, state: State, gradient: Tensor, **settings: Factor) -> Tensor:
         """:func:`momentum_within_kick`."""
@@ -453,8 +453,8 @@ class BAOA(_Underdamped):
 
     def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Factor) -> State:
         """One step of :func:`baoa`."""
-        own = {"friction": self.friction, "noise_estimate": self.noise_estimate}
-        return baoa(*state, gradient, noise, **own, **settings)
+        friction, estimate = self.friction, self.noise_estimate
+        return baoa(*state, gradient, noise, friction=friction, noise_estimate=estimate, **settings)
 
 
 def _expm1(value: Scalar) -> Scalar:
