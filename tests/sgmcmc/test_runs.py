@@ -1,4 +1,7 @@
-"""What users do with a run: callbacks, tables of few draws, temperatures by chain, an SGD's settings."""
+"""What users do with a run: callbacks, tables of few draws, temperatures by chain, an SGD's settings.
+
+It covers ladder.py, progress.py, from_sgd.py and control_variate.py.
+"""
 
 from __future__ import annotations
 
