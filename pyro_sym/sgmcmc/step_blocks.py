@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -127,18 +126,9 @@ class FusedSteps:
         *parts, energy, slope, total = run(*inputs)
         return tuple(parts), energy, slope, float(total)
 
-    def one_by_one(
-        self,
-        state: State,
-        gradient: Tensor,
-        noise: Tensor,
-        indices: Mapping[str, Tensor],
-        step_sizes: Tensor,
-        temperatures: Tensor,
-        energy: Tensor | None = None,
-    ) -> tuple[State, Tensor, Tensor]:
-        """The same steps without fusing them; arguments and results as of a call."""
-        return self._loop(self.gradient, state, gradient, noise, indices, step_sizes, temperatures, energy)
+    def one_by_one(self, *inputs: Any) -> tuple[State, Tensor, Tensor]:
+        """The same steps without fusing them; arguments and results as of a call, without the sum."""
+        return self._loop(self.gradient, *inputs)
 
     def _loop(
         self,
@@ -156,7 +146,7 @@ class FusedSteps:
             more: dict[str, Any] = {}
             if again:
                 own = Minibatch({name: rows[i] for name, rows in indices.items()})
-                more = {"energy": energy, "gradient_at": partial(gradient_at, minibatch=own)}
+                more = {"energy": energy, "gradient_at": lambda at, own=own: gradient_at(at, own)}
             state = self.step(state, gradient, noise[i], step_sizes[i], temperatures[i], **more)
             minibatch = Minibatch({name: rows[i + again] for name, rows in indices.items()})
             energy, gradient = gradient_at(state[0], minibatch)

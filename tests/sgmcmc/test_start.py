@@ -1,4 +1,7 @@
-"""Where chains start: a bad start is told from a run that diverges, copies and flat sites are refused."""
+"""Where chains start: a bad start is told from a run that diverges, copies and flat sites are refused.
+
+It covers start.py, starting_points.py and bad_start.py.
+"""
 
 from __future__ import annotations
 
