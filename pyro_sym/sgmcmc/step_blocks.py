@@ -20,16 +20,16 @@ from pyro_sym.model.minibatch import Minibatch
 __all__ = ["FusedSteps", "State", "Step", "block_length"]
 
 State = tuple[Tensor, ...]
-"""What a step carries on; the position, of shape ``(C, d)``, comes first."""
+"""The state of a sampler; its first part is the position, of shape ``(C, d)``."""
 
 Step = Callable[[State, Tensor, Tensor, Tensor, Tensor], State]
 """From state, gradient and noise, both ``(C, d)``, step size (0-d) and temperature (0-d or ``(C, 1)``)."""
 
 
 def block_length(size: int) -> int:
-    """How many steps to fuse where positions hold ``size`` values, over all chains.
+    """How many steps to fuse if the positions of all chains hold ``size`` values.
 
-    What a call costs by itself is shared by the steps of a block; the compiler's time grows with them.
+    The steps of a block share the overhead of a call; the compiler's time grows with them.
     """
     if size <= 10_000:
         return 10
@@ -47,11 +47,11 @@ class FusedSteps:
         s_{i+1} = \mathrm{step}(s_i, g_i, \xi_i, h_i, T_i), \qquad
         g_{i+1} = \nabla U(s_{i+1}^{(0)}; b_i), \qquad i = 0, \dots, k - 1,
 
-    so that the position it ends at has its energy and gradient, those that the next block begins with.
+    so that a block ends with the energy and the gradient at its last position, where the next block begins.
 
     The block is compiled by ``torch._inductor`` on the first call for inputs of given shapes, which takes
-    seconds, and kept in its cache directory for later runs, for other data of the same shapes, too. Where
-    there is no C++ compiler, the steps are taken one by one, and a warning says so.
+    seconds, and kept in its cache folder for later runs, also with other data of the same shapes. Without a
+    C++ compiler the steps are taken one by one, and a warning says so.
 
     Args:
         gradient: made with ``jit="compile"``; its ``mode`` and ``reason`` tell of a fallback.
@@ -109,7 +109,7 @@ class FusedSteps:
         key = (*indices, *[tensor.shape for tensor in inputs])
         run = self._prepared.get(key)
         if run is None:
-            self._prepare(key, state, gradient, noise, indices, step_sizes, temperatures)
+            self._prepare(key, inputs, len(state), tuple(indices))
             return self(state, gradient, noise, indices, step_sizes, temperatures)
         *parts, energy, slope, total = run(*inputs)
         return tuple(parts), energy, slope, float(total)
@@ -122,42 +122,31 @@ class FusedSteps:
         indices: Mapping[str, Tensor],
         step_sizes: Tensor,
         temperatures: Tensor,
+        gradient_at: Callable[[Tensor, Minibatch], tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[State, Tensor, Tensor]:
-        """The same steps without fusing them; arguments and results as of a call."""
-        return self._loop(self.gradient, state, gradient, noise, indices, step_sizes, temperatures)
-
-    def _loop(
-        self,
-        gradient_at: Callable[[Tensor, Minibatch], tuple[Tensor, Tensor]],
-        state: State,
-        gradient: Tensor,
-        noise: Tensor,
-        indices: Mapping[str, Tensor],
-        step_sizes: Tensor,
-        temperatures: Tensor,
-    ) -> tuple[State, Tensor, Tensor]:
+        """Take the steps without fusing them; arguments and results as of a call."""
+        gradient_at = gradient_at or self.gradient
         for i in range(len(noise)):
             state = self.step(state, gradient, noise[i], step_sizes[i], temperatures[i])
             minibatch = Minibatch({name: rows[i] for name, rows in indices.items()})
-            energy, gradient = gradient_at(state[0], minibatch)
+            energy, gradient = gradient_at(state[0], minibatch)  # (C,) and (C, d)
         return state, energy, gradient
 
-    def _prepare(
-        self,
-        key: Any,
-        state: State,
-        gradient: Tensor,
-        noise: Tensor,
-        indices: Mapping[str, Tensor],
-        step_sizes: Tensor,
-        temperatures: Tensor,
-    ) -> None:
-        """Compile the steps for inputs of these shapes, or fall back."""
+    def _prepare(self, key: Any, inputs: list[Tensor], parts: int, names: tuple[str, ...]) -> None:
+        """Compile the steps for inputs of these shapes, or fall back.
+
+        Args:
+            key: of the compiled steps.
+            inputs: parts of the state, gradient, noise, step sizes, temperatures, and rows of each plate.
+            parts: how many parts the state has.
+            names: of the plates.
+        """
         from pyro_sym.graph.aot import CompilationError, compiled
 
-        names, parts = tuple(indices), len(state)
+        rows = inputs[parts + 4 :]
         try:
-            checked = self.gradient.checked(state[0], Minibatch({n: rows[0] for n, rows in indices.items()}))
+            first = Minibatch(dict(zip(names, [row[0] for row in rows], strict=True)))
+            checked = self.gradient.checked(inputs[0], first)
         except UnbatchableError as error:
             self.gradient.do_not_compile(error)
             return
@@ -167,18 +156,17 @@ class FusedSteps:
 
         def block(*inputs: Tensor) -> tuple[Tensor, ...]:
             gradient, noise, step_sizes, temperatures, *rows = inputs[parts:]
-            after, energy, slope = self._loop(
-                lambda position, minibatch: graph(position, *minibatch.indices.values()),
+            after, energy, slope = self.one_by_one(
                 inputs[:parts],
                 gradient,
                 noise,
                 dict(zip(names, rows, strict=True)),
                 step_sizes,
                 temperatures,
+                lambda position, minibatch: graph(position, *minibatch.indices.values()),
             )
             return (*after, energy, slope, _total(after[0], energy, slope))
 
-        inputs = [*state, gradient, noise, step_sizes, temperatures, *indices.values()]
         try:
             with torch.no_grad():
                 run = compiled(simplify(trace(block, inputs), inputs), inputs)

@@ -226,7 +226,7 @@ def test_numbers_drawn_ahead_for_compiled_steps(tmp_path: Path, monkeypatch: pyt
     """With the steps of a block taken one by one, as no compiler is needed for that."""
 
     def block(self: FusedSteps, *inputs: Any) -> Any:
-        after, energy, slope = self._loop(self.gradient.eager, *inputs)
+        after, energy, slope = self.one_by_one(*inputs, self.gradient.eager)
         return after, energy, slope, float(after[0].sum())
 
     def compiled() -> StochasticGradientKernel:
