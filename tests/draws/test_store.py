@@ -225,7 +225,7 @@ def test_large_chains_one_after_the_other(tmp_path: Path, monkeypatch: pytest.Mo
 def test_numbers_drawn_ahead_for_compiled_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the steps of a block taken one by one, as no compiler is needed for that."""
 
-    def block(self: FusedSteps, *inputs: Any) -> Any:
+    def block(self: Any, *inputs: Any) -> Any:
         after, energy, slope = self.one_by_one(*inputs, self.gradient.eager)
         return after, energy, slope, float(after[0].sum())
 
