@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 from torch.distributions.transforms import StickBreakingTransform
 
-from pyro_sym._private import called_guide, loc_and_scale
+from pyro_sym._private import called_guide, loc_and_scale, parts_of
 from pyro_sym.errors import NoDensityError
 from pyro_sym.unwrap import base_of, transform_of_entries
 
@@ -183,7 +183,7 @@ def _(guide: AutoStructured, call: GuideCall) -> Callable[[Values], Tensor]:
                 f"AutoStructured has no density at site {name!r}, whose conditional is {conditional!r}; use "
                 "'normal' or 'mvn'"
             )
-    sites = list(guide._sorted_sites)
+    (sites,) = parts_of(guide, "_sorted_sites")
 
     def log_prob(values: Values) -> Tensor:
         total: Any = 0.0
@@ -211,12 +211,13 @@ def _(guide: AutoStructured, call: GuideCall) -> Callable[[Values], Tensor]:
 
 @log_density.register
 def _(guide: AutoGaussianDense, call: GuideCall) -> Callable[[Values], Tensor]:
-    posterior = guide._dense_get_mvn()
+    get_mvn, shapes, factors = parts_of(guide, "_dense_get_mvn", "_dense_shapes", "_factors")
+    posterior = get_mvn()
 
     def log_prob(values: Values) -> Tensor:
         parts, total = [], 0.0
-        for name in guide._dense_shapes:
-            flat, log_det = _unconstrained(guide._factors[name], values[name], call.dims[name])
+        for name in shapes:
+            flat, log_det = _unconstrained(factors[name], values[name], call.dims[name])
             scale = attrgetter(name)(guide.scales).flatten()
             parts.append((flat - attrgetter(name)(guide.locs).flatten()) / scale)
             total = total - log_det - scale.log().sum()

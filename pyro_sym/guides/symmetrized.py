@@ -523,7 +523,7 @@ def _model_of(guide: Callable[..., Any]) -> Callable[..., Any] | None:
     """The model of a guide that carries it; in Pyro, an autoguide that is copied and its copy do not."""
     if not isinstance(guide, AutoGuide):
         return getattr(guide, "model", None)
-    if guide._model is not None:
+    if getattr(guide, "_model", guide) is not None:
         return guide.model
     if guide.prototype_trace is None:
         raise ValueError(

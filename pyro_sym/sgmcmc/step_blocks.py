@@ -20,7 +20,7 @@ from pyro_sym.model.minibatch import Minibatch
 __all__ = ["FusedSteps", "State", "Step", "block_length"]
 
 State = tuple[Tensor, ...]
-"""What a step carries on; the position, of shape ``(C, d)``, comes first."""
+"""The state of a sampler; its first part is the position, of shape ``(C, d)``."""
 
 Step = Callable[..., State]
 """From state, gradient ``(C, d)``, noise, step size (0-d) and temperature (0-d or ``(C, 1)``) to a state.
@@ -30,9 +30,9 @@ One that evaluates again also takes ``energy`` ``(C,)`` and ``gradient_at``, as 
 
 
 def block_length(size: int) -> int:
-    """How many steps to fuse where positions hold ``size`` values, over all chains.
+    """How many steps to fuse if the positions of all chains hold ``size`` values.
 
-    What a call costs by itself is shared by the steps of a block; the compiler's time grows with them.
+    The steps of a block share the overhead of a call; the compiler's time grows with them.
     """
     if size <= 10_000:
         return 10
@@ -54,8 +54,8 @@ class FusedSteps:
     that evaluates again does so on the minibatch of its own gradient, :math:`b_{i-1}`.
 
     The block is compiled by ``torch._inductor`` on the first call for inputs of given shapes, which takes
-    seconds, and kept in its cache directory for later runs, for other data of the same shapes, too. Where
-    there is no C++ compiler, the steps are taken one by one, and a warning says so.
+    seconds, and kept in its cache folder for later runs, also with other data of the same shapes. Without a
+    C++ compiler the steps are taken one by one, and a warning says so.
 
     Args:
         gradient: made with ``jit="compile"``; its ``mode`` and ``reason`` tell of a fallback.
