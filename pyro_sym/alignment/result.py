@@ -198,7 +198,7 @@ class Draws:
         # One draw, so that a batch dim can't be taken for an axis of the site.
         symmetry.check_values({site: value[(0,) * batch_ndim] for site, value in samples.items()})
         for site in symmetry.sites:
-            bad = ~samples[site].isfinite().flatten(batch_ndim).all(-1)
+            bad = ~samples[site].isfinite().reshape(*first[1], -1).all(-1)
             if bad.any():
                 index = tuple(bad.nonzero()[0].tolist())
                 raise ValueError(
