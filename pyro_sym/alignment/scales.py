@@ -39,7 +39,7 @@ def normalise_scales(samples: Values, *layers: Layer, group_by_chain: bool = Fal
     of the spread, as it would if one norm were set to 1. For several layers the sum of all squared norms is
     least, a convex problem in :math:`\log c`, and is found unit by unit.
 
-    **For summaries only.** This is not a :class:`Symmetry`, and what it returns are no draws of the
+    **For summaries only.** This is not a :class:`Group`, and what it returns are not draws of the
     posterior: the prior weighs the points of such an orbit differently, a Gaussian one prefers small norms;
     the map does not preserve volume; and the orbit is a continuum of infinite extent, over which nothing
     can be averaged uniformly. So don't evaluate densities at the result, start chains from it as if it were a
