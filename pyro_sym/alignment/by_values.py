@@ -89,9 +89,9 @@ def align(
     Args:
         samples: draws by site, of shape ``(num_samples, *shape)``, or ``(num_chains, num_samples, *shape)``
             with ``group_by_chain``. Any device and any real dtype will do; costs are computed in float64.
-        symmetry: any :class:`Group` with a :meth:`~Group.closest`: the package's own, each
-            :class:`FiniteGroup` of up to 5,040 elements, and products and views of them, nested or not. Of the
-            trivial group, ``Product()``, the draws come back as they are.
+        symmetry: any :class:`Group` with a :meth:`~Group.closest`: the package's own, every
+            :class:`FiniteGroup` of up to 5,040 elements, and products and views of them, nested or not. The
+            trivial group, ``Product()``, leaves the draws as they are.
         group_by_chain: whether a chain dim stands in front, as in :meth:`pyro.infer.MCMC.get_samples`.
         reference: values of the symmetry's sites, each of the shape of one draw, to take the labels from: a
             draw, or the mean of another run's aligned draws.

@@ -91,8 +91,8 @@ def distance_to_copy(values: Mapping[str, Tensor], symmetry: Group) -> float:
 
     The smallest is taken over relabellings with the best signs, and flips of one unit. With one permutation
     on one axis a site, signed or not, that is exact; the best relabelling is then a swap, as every unit that
-    moves pays at least the smallest distance of two units, and none moves alone. Of a finite group of your own all elements are
-    compared; for other groups it is an upper bound.
+    moves pays at least the smallest distance of two units, and none moves alone. Of a finite group of your
+    own all elements are compared; for other groups it is an upper bound.
 
     Args:
         values: by site, one point.

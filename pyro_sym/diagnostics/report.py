@@ -16,7 +16,7 @@ from pyro_sym.diagnostics.run_attrs import function_names, kernel_temperature, u
 from pyro_sym.diagnostics.stein import SteinDiscrepancy
 from pyro_sym.diagnostics.temperatures import temperatures
 from pyro_sym.guides.symmetrized import SymmetryGain
-from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.base import Group
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -90,7 +90,7 @@ def report(
     max_coordinates: int | None = 100,
     temperature: float | None = None,
     probability: float = 0.99,
-    symmetry: Symmetry | None = None,
+    symmetry: Group | None = None,
     mode: Mapping[str, Tensor] | None = None,
     gain: SymmetryGain | None = None,
     discrepancy: SteinDiscrepancy | None = None,
@@ -191,7 +191,7 @@ def _notes_on_temperatures(table: pd.DataFrame | None, kernel: str | None, direc
     return notes
 
 
-def _distance(draws: Draws, symmetry: Symmetry, mode: Mapping[str, Tensor] | None) -> pd.DataFrame:
+def _distance(draws: Draws, symmetry: Group, mode: Mapping[str, Tensor] | None) -> pd.DataFrame:
     import pandas as pd
 
     samples = {site: draws.tensor("posterior", site) for site in symmetry.sites}

@@ -12,7 +12,7 @@ from typing import Any
 from pyro_sym.export.groups import Function, Given, Request, convert
 from pyro_sym.export.names import Dims
 from pyro_sym.export.read import from_draws, from_guide, from_mcmc
-from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.base import Group
 
 __all__ = ["dataset", "from_pyro", "from_pyro_svi"]
 
@@ -20,7 +20,7 @@ __all__ = ["dataset", "from_pyro", "from_pyro_svi"]
 def from_pyro(
     mcmc: Any,
     *,
-    symmetry: Symmetry | None = None,
+    symmetry: Group | None = None,
     args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     model: Callable[..., Any] | None = None,
@@ -168,7 +168,7 @@ def from_pyro(
 def from_pyro_svi(
     guide: Callable[..., Any],
     *,
-    symmetry: Symmetry | None = None,
+    symmetry: Group | None = None,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     model: Callable[..., Any] | None = None,

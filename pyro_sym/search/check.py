@@ -23,14 +23,14 @@ from pyro_sym.errors import SymmetryError
 from pyro_sym.model.double_precision import CastsToDouble, default_dtype
 from pyro_sym.model.program import Program
 from pyro_sym.search.evidence import Evidence, named
-from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.base import Group
 
 __all__ = ["check_symmetry", "unblocked"]
 
 T = TypeVar("T")
 
 
-def check_symmetry(model: Callable[..., Any], symmetry: Symmetry, *args: Any, **kwargs: Any) -> None:
+def check_symmetry(model: Callable[..., Any], symmetry: Group, *args: Any, **kwargs: Any) -> None:
     r"""Check that a model's log joint does not change under a symmetry.
 
     At three prior draws :math:`\theta`, with the same minibatch on both sides, the check asks for
@@ -103,7 +103,7 @@ def at_best_precision(
         return compute(Program(model, args, kwargs), torch.float32)
 
 
-def check(program: Program, dtype: torch.dtype, symmetry: Symmetry) -> None:
+def check(program: Program, dtype: torch.dtype, symmetry: Group) -> None:
     """Try a symmetry on the evidence of prior draws and all rows."""
     evidence = Evidence(program, dtype)
     refutation = evidence.refute(symmetry)

@@ -29,7 +29,7 @@ from pyro_sym.errors import SymmetryError
 from pyro_sym.model.all_rows import Window, blocks, widened
 from pyro_sym.model.program import Program, init_to_prior, support_of_entries
 from pyro_sym.search.comparison import Change, Joint, compared, evaluated, rounding_levels
-from pyro_sym.symmetry.base import Element, Symmetry
+from pyro_sym.symmetry.base import Element, Group
 from pyro_sym.symmetry.elementary import SignFlip
 
 __all__ = ["MAX_GENERATORS", "Evidence", "Point", "Refutation", "finite_draws", "named", "unbroken"]
@@ -96,7 +96,7 @@ class Refutation:
         outside: what is said of that image.
     """
 
-    symmetry: Symmetry
+    symmetry: Group
     name: str
     element: Element
     point: Point
@@ -142,7 +142,7 @@ class Evidence:
         self._at_bounds = list(_draws_at_bounds(program, dtype))
         self._windows: list[Window] | None = None
 
-    def refute(self, symmetry: Symmetry) -> Refutation | None:
+    def refute(self, symmetry: Group) -> Refutation | None:
         """A fact that says that a group is no symmetry of the model, if there is one.
 
         Args:
@@ -220,7 +220,7 @@ class Evidence:
     def _plate_names(self) -> str:
         return ", ".join(map(repr, self.program.plates))
 
-    def _elements_of_rows(self, symmetry: Symmetry, point: Point) -> list[tuple[str, Element]]:
+    def _elements_of_rows(self, symmetry: Group, point: Point) -> list[tuple[str, Element]]:
         generators = symmetry.generators(point.values)
         if len(generators) <= min(self._trials, MAX_GENERATORS):
             return generators
@@ -290,7 +290,7 @@ def _near_bound(end: float, site: Any) -> Tensor:
 
 
 def unbroken(
-    evidence: Evidence, members: Sequence[Any], group: Callable[..., Symmetry]
+    evidence: Evidence, members: Sequence[Any], group: Callable[..., Group]
 ) -> tuple[list[Any], list[tuple[Any, Refutation]]]:
     """The members whose product is a symmetry, and the others, each with the fact that speaks against it.
 
@@ -346,7 +346,7 @@ def _equal(first: Any, second: Any) -> bool:
     return torch.equal(first, second)
 
 
-def _elements(symmetry: Symmetry, point: Point) -> Iterator[tuple[str, Element]]:
+def _elements(symmetry: Group, point: Point) -> Iterator[tuple[str, Element]]:
     """All generators and some random elements, or some generators and more random elements."""
     generators = symmetry.generators(point.values)
     if len(generators) <= MAX_GENERATORS:
@@ -359,11 +359,11 @@ def _elements(symmetry: Symmetry, point: Point) -> Iterator[tuple[str, Element]]
         yield _random(symmetry, point)
 
 
-def _random(symmetry: Symmetry, point: Point) -> tuple[str, Element]:
+def _random(symmetry: Group, point: Point) -> tuple[str, Element]:
     return f"a random element of {symmetry!r}", symmetry.sample(point.values)
 
 
-def _tried(symmetry: Symmetry, name: str, element: Element, point: Point) -> Refutation | None:
+def _tried(symmetry: Group, name: str, element: Element, point: Point) -> Refutation | None:
     """Whether an element changes the log joint at a point."""
     try:
         change = point.change(symmetry.act(element, point.values))

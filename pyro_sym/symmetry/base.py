@@ -290,7 +290,7 @@ def leaves(element: Element) -> list[Tensor]:
 
 def length(elements: Element) -> int:
     """The length of the batch dim of elements that have one; 1 for the empty tuple of the trivial group."""
-    return len((leaves(elements) or [[()]])[0])
+    return len(leaves(elements)[0]) if leaves(elements) else 1
 
 
 def normalise_axes(
