@@ -23,7 +23,7 @@ from pyro_sym.export.read import Fit
 from pyro_sym.export.shown_model import Model
 from pyro_sym.export.sites import unseen
 from pyro_sym.export.vmap_draws import at_draws, at_finite_draws
-from pyro_sym.symmetry.base import Group
+from pyro_sym.symmetry.base import Group as SymmetryGroup  # a Group here is one of ArviZ
 
 __all__ = ["Function", "Given", "Request", "convert"]
 
@@ -38,7 +38,7 @@ FUNCTION_CHUNK = 64
 class Request:
     """What is wanted besides the draws; the arguments that ``from_pyro`` and ``from_pyro_svi`` share."""
 
-    symmetry: Group | None
+    symmetry: SymmetryGroup | None
     deterministic: bool | Collection[str]
     log_likelihood: bool
     posterior_predictive: bool | Given | None
