@@ -36,10 +36,10 @@ MODULES = [m.name for m in pkgutil.walk_packages(pyro_sym.__path__, "pyro_sym.")
 WITHOUT_EXAMPLE = {
     "Alignment",
     "DivergenceError",
+    "Group",
     "NoDensityError",
     "Run",
     "StochasticGradientKernel",
-    "Symmetry",
     "SymmetryError",
     "SymmetryGain",
     "dataset",

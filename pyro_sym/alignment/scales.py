@@ -12,7 +12,7 @@ from pyro_sym.symmetry.base import Axes, Values, along, common_size, normalise_a
 __all__ = ["normalise_scales"]
 
 Layer = tuple[Mapping[str, int], Mapping[str, int]]
-# Of the log scales of units in one sweep: less than this is rounding.
+# A largest change of log scales below this is rounding.
 TOLERANCE = 1e-13
 MAX_SWEEPS = 1000
 
@@ -102,7 +102,7 @@ def _tables(layer: Layer, samples: Values, batch_ndim: int) -> tuple[Axes, Axes]
 
 
 def _log_scale(values: Values, incoming: Axes, outgoing: Axes, batch_ndim: int) -> Tensor:
-    """By which units have to be scaled for equal norms, of shape ``(*batch, n)``."""
+    """Log scales of units that make both norms equal, of shape ``(*batch, n)``."""
     into, out = (
         torch.stack([_squares(values[site], axis, batch_ndim) for site, (axis,) in table.items()]).sum(0)
         for table in (incoming, outgoing)
