@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.distributions.transforms import ExpTransform, Transform, identity_transform
 
+from pyro_sym._private import loc_and_scale
 from pyro_sym.guides.average import OrbitAverage, Run
 from pyro_sym.guides.density import agrees
 from pyro_sym.guides.site_normals import coordinatewise, viewed_normals
@@ -103,7 +104,7 @@ class BlocksOfNormals(Blocks):
 
     def _moments(self, run: Run) -> Moments:
         assert isinstance(self.guide, AutoNormal)
-        normals = {site: self.guide._get_loc_and_scale(site) for site in self.transforms}
+        normals = {site: loc_and_scale(self.guide, site) for site in self.transforms}
         return viewed_normals(self.group, normals)
 
     def _log_average(self, run: Run, surrogate: Surrogate, num_elements: int, with_identity: bool) -> Tensor:

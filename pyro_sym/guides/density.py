@@ -35,9 +35,11 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
-from torch.distributions.transforms import IndependentTransform, StickBreakingTransform
+from torch.distributions.transforms import StickBreakingTransform
 
+from pyro_sym._private import called_guide, loc_and_scale
 from pyro_sym.errors import NoDensityError
+from pyro_sym.unwrap import base_of, transform_of_entries
 
 __all__ = ["GuideCall", "agrees", "check_independence", "log_density"]
 
@@ -119,8 +121,7 @@ def _inverse(transform: Any, value: Tensor) -> Tensor:
     ``StickBreakingTransform`` has what is left of the stick as 1 less what was broken off, which leaves no
     digits of it. The sum of the entries that follow has them all.
     """
-    if isinstance(transform, IndependentTransform):
-        return _inverse(transform.base_transform, value)
+    transform = transform_of_entries(transform)
     if not isinstance(transform, StickBreakingTransform):
         return transform.inv(value)
     tiny = torch.finfo(value.dtype).tiny
@@ -161,7 +162,7 @@ def _(guide: AutoNormal, call: GuideCall) -> Callable[[Values], Tensor]:
     ]
     normals = {}
     for name, _ in sites:
-        loc, scale = guide._get_loc_and_scale(name)
+        loc, scale = loc_and_scale(guide, name)
         normals[name] = dist.Normal(loc.flatten(), scale.flatten(), validate_args=False)
 
     def log_prob(values: Values) -> Tensor:
@@ -228,7 +229,7 @@ def _(guide: AutoGaussianDense, call: GuideCall) -> Callable[[Values], Tensor]:
 def _(guide: AutoGuideList, call: GuideCall) -> Callable[[Values], Tensor]:
     parts = []
     for part in guide:
-        known = part._guide if isinstance(part, AutoCallable) else part
+        known = called_guide(part) if isinstance(part, AutoCallable) else part
         if isinstance(known, AutoGuide) and call.dims.keys().isdisjoint(known.prototype_trace.nodes):
             continue  # it has local sites only, or others whose density is not wanted
         parts.append(log_density(known, call))
@@ -272,7 +273,7 @@ class _At(Messenger):
     def _pyro_post_sample(self, msg: Any) -> None:
         if msg["name"] not in self.call.dims or msg["is_observed"]:
             return
-        if _is_point_mass(msg["fn"]):
+        if isinstance(base_of(msg["fn"]), dist.Delta):
             raise NoDensityError(
                 f"site {msg['name']!r} of the guide is a point mass and has no density; give it a "
                 "distribution"
@@ -280,12 +281,6 @@ class _At(Messenger):
         # Masked, but not scaled: the average has one scale, which does not belong into it.
         log_prob = scale_and_mask(msg["fn"].log_prob(msg["value"]), mask=msg["mask"])
         self.log_prob = self.log_prob + log_prob.sum()
-
-
-def _is_point_mass(fn: Any) -> bool:
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    return isinstance(fn, dist.Delta)
 
 
 class _Conditioned:
@@ -345,7 +340,7 @@ def check_independence(
     for part in guide if isinstance(guide, AutoGuideList) else [guide]:
         if isinstance(part, AutoNormal):
             continue
-        known = part._guide if isinstance(part, AutoCallable) else part
+        known = called_guide(part) if isinstance(part, AutoCallable) else part
         if isinstance(known, AutoGuide):
             dims = {name: dim for name, dim in call.dims.items() if name in known.prototype_trace}
             entangled = bool(dims)

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
-from torch.distributions import Independent, biject_to
-from torch.distributions.transforms import IndependentTransform, Transform, identity_transform
+from torch.distributions import biject_to
+from torch.distributions.transforms import Transform, identity_transform
 
+from pyro_sym._private import loc_and_scale
 from pyro_sym.guides.capture import Draws
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
 from pyro_sym.symmetry.flat import FlatGroup, flatten
+from pyro_sym.unwrap import transform_of_entries, without_event_dims
 
 __all__ = [
     "LogRatios",
@@ -68,7 +70,7 @@ class _PairNormals:
         flipped: Any = 0.0
         signed = self.units.signed
         values = self.units.view.view({name: draws.values[name] for name in self.units.axes})
-        normals = {name: self.guide._get_loc_and_scale(name) for name in values}
+        normals = {name: loc_and_scale(self.guide, name) for name in values}
         for name, (loc, scale) in viewed_normals(self.units.view, normals).items():
             axis, value = self.units.axes[name], values[name]
             loc, scale = _rows(loc, axis), _rows(scale, axis)
@@ -179,8 +181,7 @@ def _one_permutation(symmetry: Symmetry) -> tuple[FlatGroup, Permutation, SignFl
 
 def coordinatewise(transform: Transform) -> Transform | None:
     """The transform of one coordinate, or None if coordinates are mixed."""
-    while isinstance(transform, IndependentTransform):
-        transform = transform.base_transform
+    transform = transform_of_entries(transform)
     return transform if transform.domain.event_dim == transform.codomain.event_dim == 0 else None
 
 
@@ -188,9 +189,7 @@ def normals_of(auxiliary: Mapping[str, Any], names: Iterable[str]) -> Normals:
     """The normals that a run of an ``AutoNormal`` drew from, by site."""
     found = {}
     for name in names:
-        fn = auxiliary[f"{name}_unconstrained"]
-        while isinstance(fn, Independent):
-            fn = fn.base_dist
+        fn = without_event_dims(auxiliary[f"{name}_unconstrained"])
         found[name] = (fn.loc, fn.scale)
     return found
 

@@ -18,6 +18,7 @@ from pyro.nn import PyroModule
 from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor
 
+from pyro_sym._private import has_run
 from pyro_sym._random import fork_random_state
 from pyro_sym.errors import NoDensityError, SymmetryError
 from pyro_sym.guides.average import OrbitAverage, Run, Trivial
@@ -534,8 +535,8 @@ def _model_of(guide: Callable[..., Any]) -> Callable[..., Any] | None:
 
 def _has_run(guide: PyroModule) -> bool:
     """Whether any part of a guide has run, so that its parameters have their names."""
-    used = any(m._pyro_context.used for m in guide.modules() if isinstance(m, PyroModule))
-    if used and not guide._pyro_name:
+    used = any(has_run(m) for m in guide.modules() if isinstance(m, PyroModule))
+    if used and not getattr(guide, "_pyro_name", ""):
         raise ValueError(
             f"{type(guide).__name__} has been run already, and has no name to go by within another module; "
             "give it one when it is made, as in super().__init__(name='guide'), or symmetrise it unrun"

@@ -16,6 +16,7 @@ from torch.distributions.transforms import StickBreakingTransform
 from pyro_sym import AutoSymmetrized, Permutation
 from pyro_sym.guides import density
 from pyro_sym.guides import symmetrized as autoguide
+from tests.catalogue import normals
 from tests.conftest import Z_LIMIT
 
 SHARES = Permutation({"w": -1, "shares": -1})
@@ -76,10 +77,7 @@ def test_short_sticks_are_told_apart() -> None:
 
 def test_wide_bounds_say_so() -> None:
     """Uniform elements bound the gain of separated units from below by log K only."""
-
-    def model() -> None:
-        pyro.sample("w", dist.Normal(torch.zeros(8), 10.0).to_event(1))
-
+    model = normals({"w": (8,)}, scale=10.0)
     base = AutoNormal(model, init_loc_fn=lambda site: 10 * torch.arange(8.0), init_scale=1.0)
     wide = AutoSymmetrized(base, Permutation({"w": -1}), estimator="uniform").symmetry_gain(num_samples=20)
     assert wide.width == wide.upper - wide.lower
