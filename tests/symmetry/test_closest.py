@@ -15,6 +15,7 @@ from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
 
 from pyro_sym import (
+    BAOA,
     AutoSymmetrized,
     FiniteGroup,
     Group,
@@ -24,9 +25,11 @@ from pyro_sym import (
     SignFlip,
     Symmetry,
     SymmetryError,
+    VectorizedMCMC,
     Viewed,
     align,
     check_symmetry,
+    from_pyro,
     from_pyro_svi,
     testing,
 )
@@ -142,6 +145,33 @@ def test_distances_modulo_a_group_of_ones_own() -> None:
     assert distance_to_mode(copies, mode, group).max() < 1e-6
     gaps = torch.stack([(copies[s] - mode[s]).flatten(1).square().sum(-1) for s in mode]).sum(0).sqrt()
     assert distance_to_copy(mode, group) == pytest.approx(float(gaps[1:].min()))
+
+
+def rotor(records: Tensor) -> None:
+    """A signal that is recorded from unknown starts."""
+    signal = pyro.sample("signal", dist.Normal(torch.zeros(4), 2.0).to_event(1))
+    shifted = torch.stack([signal.roll(k, -1) for k in range(4)])
+    with pyro.plate("records", len(records)):
+        which = dist.Categorical(torch.ones(4) / 4)
+        pyro.sample("y", dist.MixtureSameFamily(which, dist.Normal(shifted, 0.3).to_event(1)), obs=records)
+
+
+def test_chains_that_found_different_shifts_are_exported_aligned() -> None:
+    """Each of four chains starts at a shift of its own, and stays there."""
+    truth = torch.tensor([2.0, 0.0, -1.0, 1.0])
+    starts = torch.stack([truth.roll(k) for k in range(4)])
+    records = starts.repeat(5, 1) + 0.3 * torch.randn(20, 4)
+    kernel = BAOA(rotor, step_size=0.05, friction=10.0)
+    mcmc = VectorizedMCMC(
+        kernel, 100, 20, num_chains=4, thinning=5, initial_params={"signal": starts}, disable_progbar=True
+    )
+    mcmc.run(records)
+    data = from_pyro(mcmc, symmetry=Cyclic({"signal": -1}, 4))
+    raw, aligned = (data[name]["signal"].values for name in ("posterior", "posterior_aligned"))
+    assert raw.mean(1).std(0).min() > 0.8 and aligned.mean(1).std(0).max() < 0.2
+    assert data.sample_stats["element"].shape == (4, 100, 1)
+    applied = [set(chain.ravel().tolist()) for chain in data.sample_stats["element"].values]
+    assert all(len(shifts) == 1 for shifts in applied) and len(set.union(*applied)) == 4
 
 
 # --- signs of sites without axes ---------------------------------------------------------------------------
