@@ -15,7 +15,7 @@ from pyro_sym.diagnostics.labels import confidence, relabelling
 from pyro_sym.diagnostics.run_attrs import function_names, kernel_temperature, unconstrained_sizes
 from pyro_sym.diagnostics.stein import SteinDiscrepancy
 from pyro_sym.diagnostics.temperatures import temperatures
-from pyro_sym.guides.symmetrized import SymmetryGain
+from pyro_sym.guides.gain import SymmetryGain
 from pyro_sym.symmetry.base import Symmetry
 
 if TYPE_CHECKING:

@@ -1,26 +1,16 @@
-"""The guided bound on permanents, and guides whose density is one."""
+"""Guided permutations: the bounds on permanents, and the proposals."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI, Trace_ELBO
-from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
-from pyro.optim import Adam
 from torch import Tensor
 
-from pyro_sym import AutoSymmetrized, Permutation, Product, SignFlip, Symmetry
-from pyro_sym.guides import site_normals as units
-from pyro_sym.guides.average import OneBlock
-from pyro_sym.guides.site_normals import pair_normals
-from pyro_sym.orbit import guided_permutations as sequential
-from pyro_sym.orbit.enumeration import enumerated
+from pyro_sym.orbit import guided_permutations as guided
 from pyro_sym.orbit.guided_permutations import (
     importance,
     importance_bracket,
@@ -75,13 +65,13 @@ def test_what_breaks_the_bound_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert breach(importance(pairs, 3)) < Z_LIMIT
         assert breach(importance_unbiased(pairs, 3)) > Z_LIMIT
         # Weights that favour unit j in slot j know which element of the orbit they were given.
-        monkeypatch.setattr(sequential, "sinkhorn", lambda pairs: sinkhorn(pairs - 3 * torch.eye(8)))
+        monkeypatch.setattr(guided, "sinkhorn", lambda pairs: sinkhorn(pairs - 3 * torch.eye(8)))
         assert breach(importance(pairs, 3)) < Z_LIMIT  # away from the identity: looser, still no breach
-        monkeypatch.setattr(sequential, "sinkhorn", lambda pairs: sinkhorn(pairs + 3 * torch.eye(8)))
+        monkeypatch.setattr(guided, "sinkhorn", lambda pairs: sinkhorn(pairs + 3 * torch.eye(8)))
         assert breach(importance(pairs, 3)) > Z_LIMIT
 
 
-def log_probability(log_matrix: Tensor, assignment: list[int], uniform: float = sequential.UNIFORM) -> float:
+def log_probability(log_matrix: Tensor, assignment: list[int], uniform: float = guided.UNIFORM) -> float:
     """Of one assignment, by the definition: slot after slot, among the units left."""
     n = len(assignment)
     balanced = sinkhorn(log_matrix).exp()
@@ -107,7 +97,7 @@ def test_permutations_are_drawn_as_often_as_their_log_probabilities_say(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All 24 of them, with so much of the uniform mixed in that it counts."""
-    monkeypatch.setattr(sequential, "UNIFORM", 0.5)
+    monkeypatch.setattr(guided, "UNIFORM", 0.5)
     log_matrix = torch.randn(4, 4)
     assignments, log_proposals = propose(log_matrix.unsqueeze(0), 100_000)
     total = 0.0
@@ -191,7 +181,7 @@ def test_looking_ahead_brackets_many_units(n: int, separation: float, allowed: f
 
 def test_without_looking_ahead_the_bracket_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: scales that stay those of the whole matrix."""
-    monkeypatch.setattr(sequential, "_rescale", lambda left, scales, free: free.clone())
+    monkeypatch.setattr(guided, "_rescale", lambda left, scales, free: free.clone())
     with torch.no_grad():
         below, above = importance_bracket(gaussian_pairs(128, 2.0, 4), 32)
     assert above.mean() - below.mean() > 10
@@ -207,97 +197,3 @@ def test_the_gradient_is_close_to_the_exact_one(count: int, allowed: float) -> N
         for average in (log_permanent(pairs), importance(pairs, count))
     ]
     assert (gradients[1] - gradients[0]).norm() < allowed * gradients[0].norm()
-
-
-# Guides
-
-
-def layer() -> None:
-    with pyro.plate("units", 4):
-        pyro.sample("incoming", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-        pyro.sample("gain", dist.LogNormal(0.0, 1.0))
-    pyro.sample("outgoing", dist.Normal(torch.zeros(2, 4), 1.0).to_event(2))
-    pyro.sample("elsewhere", dist.Normal(0.0, 1.0))
-
-
-def tanh_layer() -> None:
-    pyro.sample("incoming", dist.Normal(torch.zeros(4, 3), 1.0).to_event(2))
-    pyro.sample("outgoing", dist.Normal(torch.zeros(2, 4), 1.0).to_event(2))
-
-
-SIGNED = {"incoming": -2, "outgoing": -1}
-LAYERS: list[tuple[Any, Symmetry]] = [
-    (layer, Permutation({"incoming": -2, "gain": -1, "outgoing": -1})),
-    (tanh_layer, Product(Permutation(SIGNED), SignFlip(SIGNED))),
-]
-
-
-@pytest.mark.parametrize("limit", [2**22, 0])
-@pytest.mark.parametrize(("model", "symmetry"), LAYERS)
-def test_a_mean_field_layer_is_a_permanent(
-    model: Any, symmetry: Symmetry, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same average by enumeration; gradients too, with pairs by differences and by matrix products."""
-    monkeypatch.setattr(units, "MAX_DIFFERENCES", limit)
-    guide = AutoSymmetrized(AutoNormal(model, init_scale=1.0), symmetry)
-    layout, draws = guide._draw(5, (), {})
-    assert guide.method == "exact" and isinstance(guide._average, OneBlock)
-    log_prob = guide._log_density(layout, draws, (), {})
-    values = [
-        guide._log_orbit_average(layout, draws, (), {}),
-        enumerated(symmetry, log_prob, draws.values, draws.own),
-    ]
-    assert torch.allclose(values[0], values[1], rtol=0, atol=1e-11)
-    parameters = [p for p in guide.parameters() if p.requires_grad]
-    gradients = [torch.autograd.grad(v.sum(), parameters, retain_graph=True) for v in values]
-    for ours, reference in zip(*gradients, strict=True):
-        assert torch.allclose(ours, reference, rtol=1e-8, atol=1e-10)
-
-
-def test_a_wide_layer_gains_more_than_any_uniform_average() -> None:
-    """log 20! is 42.3 nats; 16 uniform elements could report 2.8."""
-
-    def model() -> None:
-        pyro.sample("w", dist.Normal(torch.zeros(20), 100.0).to_event(1))
-
-    apart = AutoNormal(model, init_loc_fn=lambda site: 10 * torch.arange(20.0), init_scale=1.0)
-    guide = AutoSymmetrized(apart, Permutation({"w": -1}))
-    result = guide.symmetry_gain(num_samples=50)
-    assert result.method == "importance"
-    assert result.lower == pytest.approx(math.lgamma(21), abs=0.02)
-    assert result.lower <= result.upper + 2 * Z_LIMIT * result.standard_error
-    assert result.estimate == pytest.approx((result.lower + result.upper) / 2)
-    assert result.upper <= result.log_order
-    svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
-    assert math.isfinite(svi.step())
-
-
-def test_what_does_not_factorise_is_not_taken_for_it() -> None:
-    def mixture() -> None:
-        pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
-        pyro.sample("locs", dist.Normal(torch.zeros(3, 3), 1.0).to_event(2))
-
-    both = Permutation({"weights": -1, "locs": -1})
-    guide = AutoNormal(mixture)
-    guide()
-    assert pair_normals(guide, both) is None, "stick-breaking mixes the coordinates of a simplex"
-    assert pair_normals(guide, Permutation({"locs": (-2, -1)})) is None, "two axes are no permanent"
-    assert pair_normals(guide, Permutation({"locs": -1})) is not None
-    dense = AutoMultivariateNormal(mixture)
-    dense()
-    assert pair_normals(dense, Permutation({"locs": -1})) is None
-
-
-def test_matrix_products_lose_no_digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In single precision, where the terms that cancel have a hundred thousand nats."""
-    loc, scale = torch.randn(30, 800).float(), 0.05 + 0.01 * torch.rand(30, 800).float()
-    points = loc + scale * torch.randn(2, 30, 800).float()
-    exact = dist.Normal(loc.double()[:, None], scale.double()[:, None])
-    pairs = exact.log_prob(points.double().unsqueeze(1)).sum(-1)
-    assert pairs.min() < -1e5
-    monkeypatch.setattr(units, "MAX_DIFFERENCES", 0)
-    assert torch.allclose(units._normal_pairs(loc, scale, points), pairs, rtol=0, atol=1e-8)
-    # Negative control: the same without double precision.
-    monkeypatch.setattr(torch.Tensor, "double", lambda tensor: tensor)
-    lossy = units._normal_pairs(loc, scale, points)
-    assert (lossy - pairs).abs().max() > 1e-3
