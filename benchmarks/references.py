@@ -41,9 +41,11 @@ from pyro_sym.model.full_data import FullGradient, find_mode
 from pyro_sym.model.gradient import Gradient
 from pyro_sym.model.minibatch import PlateRows
 from pyro_sym.model.potential import Potential
-from pyro_sym.sgmcmc.kernel import StochasticGradientKernel
-from pyro_sym.sgmcmc.kernels import BAOA, SGHMC, SGLD, SGNHT, LeimkuhlerMatthews
+from pyro_sym.sgmcmc.nose_hoover import SGNHT
+from pyro_sym.sgmcmc.overdamped import SGLD, LeimkuhlerMatthews
 from pyro_sym.sgmcmc.preconditioners import Diagonal
+from pyro_sym.sgmcmc.pyro_driver import StochasticGradientKernel
+from pyro_sym.sgmcmc.underdamped import BAOA, SGHMC
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC
 from tests.sgmcmc.posteriors import NAMES, Agreement, Posterior, load, worst
 

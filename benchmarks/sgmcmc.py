@@ -41,7 +41,7 @@ from benchmarks._runner import (
     take_turns,
 )
 from pyro_sym.model.gradient import Jit
-from pyro_sym.sgmcmc.kernels import SGHMC
+from pyro_sym.sgmcmc.underdamped import SGHMC
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC
 
 TITLE = "A step of SG-MCMC"

@@ -1,11 +1,11 @@
-"""Draws on disk at the size of a network: what they cost beside the steps, in memory, and to be read.
+"""Draws of a network on disk: the cost of writing them, in time and memory, and of reading them.
 
-Two chains of a network of 10⁶ weights, 128 of 2,000 rows a step, 200 draws each, in blocks of 8 draws (64
-MB).
+Two chains of a network of 10⁶ weights, with 128 of 2,000 rows a step and 200 draws each, in blocks of 8
+draws (64 MB).
 
-* ``write``: seconds that the run with a store took, against those of its steps alone;
+* ``writing``: seconds that the run with a store took beyond those of its steps;
 * ``memory``: peak of a process that runs it, above that of one that takes steps and keeps one draw;
-* ``summary``: seconds for ``az.summary`` of a small site, and of 6 weights in the midst of the largest.
+* ``summary``: seconds for ``az.summary`` of a small site, and of 6 weights in the middle of the largest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pyro_sym.sgmcmc.chains import Chains
 TITLE = "Draws on disk"
 OPTIONS: dict[str, dict[str, Any]] = {
     "thinning": {"type": int, "default": 10},
-    "folder": {"type": Path, "help": "on the disk to measure"},
+    "folder": {"type": Path, "help": "a folder on the disk to measure"},
 }
 ROWS, CHAINS, DRAWS = 2_000, 2, 200
 
@@ -58,7 +58,7 @@ def run(store: str | None, draws: int, thinning: int) -> dict[str, float]:
 
 
 def summaries(store: str) -> dict[str, float]:
-    """Seconds to summarise a few numbers of a store, opened anew."""
+    """Seconds to open a store and summarise a few numbers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import arviz as az

@@ -20,7 +20,9 @@ sys.path[:0] = [
 project = "pyro_sym"
 author = "the pyro_sym authors"
 copyright = author
-version = release = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+version = release = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+    "version"
+]
 
 extensions = [
     "sphinx.ext.autodoc",
@@ -34,6 +36,7 @@ extensions = [
     "tutorials",
     "results",
     "signatures",
+    "blocks",
     "public_names",
     "links",
 ]
@@ -43,7 +46,10 @@ nitpicky = True
 
 # Types of other packages are shown by name and not linked: a build fetches no inventory and needs no network.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(abc|arviz|collections|matplotlib|numpy|os|pandas|pd|pyro|torch|warnings|xarray)\..*"),
+    (
+        r"py:.*",
+        r"(abc|arviz|collections|matplotlib|numpy|os|pandas|pd|pyro|torch|warnings|xarray)\..*",
+    ),
     (r"py:class", r"pathlib\.Path"),
     (r"py:class", r"Axes|ELBO|Parameter|Tensor"),  # the same, imported by name for type checkers
 ]
@@ -75,11 +81,15 @@ nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_execution_in_temp = True
 nb_merge_streams = True
-nb_output_stderr = "warn"  # a cell that means to warn says so: # %% mystnb={"output_stderr": "show"}
+nb_output_stderr = (
+    "warn"  # a cell that means to warn says so: # %% mystnb={"output_stderr": "show"}
+)
 # Two notices that are no business of a reader: of progress bars, and of the next ArviZ.
 os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found,ignore::FutureWarning:arviz"
 size = os.environ.setdefault("PYRO_SYM_TUTORIALS", "small")
-sources = b"".join(path.read_bytes() for path in sorted(Path(pyro_sym.__file__).parent.rglob("*.py")))
+sources = b"".join(
+    path.read_bytes() for path in sorted(Path(pyro_sym.__file__).parent.rglob("*.py"))
+)
 nb_execution_cache_path = str(
     ROOT / "build" / "tutorials" / f"{size}-{hashlib.sha256(sources).hexdigest()[:12]}"
 )
@@ -92,11 +102,11 @@ html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {
     "navbar_align": "left",
-    "header_links_before_dropdown": 6,
+    "header_links_before_dropdown": 7,
     "navbar_persistent": ["search-button-field"],
     "navbar_end": ["theme-switcher"],
     "show_toc_level": 2,
     "footer_start": ["copyright"],
     "footer_end": [],
 }
-html_sidebars = {"index": [], "getting_started": [], "changelog": []}
+html_sidebars = {"index": [], "installation": [], "getting_started": [], "changelog": []}

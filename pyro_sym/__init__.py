@@ -27,14 +27,17 @@ from pyro_sym.network.symmetry_of import NetworkSymmetry, symmetry_of
 from pyro_sym.nn import BayesianModule
 from pyro_sym.search.check import check_symmetry
 from pyro_sym.search.find import find_symmetry
-from pyro_sym.sgmcmc.kernel import StochasticGradientKernel
-from pyro_sym.sgmcmc.kernels import BAOA, SGHMC, SGLD, SGNHT, LeimkuhlerMatthews
+from pyro_sym.sgmcmc.nose_hoover import SGNHT
+from pyro_sym.sgmcmc.overdamped import SGLD, LeimkuhlerMatthews
 from pyro_sym.sgmcmc.preconditioners import Diagonal, PerSite, RMSprop
+from pyro_sym.sgmcmc.pyro_driver import StochasticGradientKernel
 from pyro_sym.sgmcmc.schedules import Constant, Cyclical, Polynomial
 from pyro_sym.sgmcmc.thermometers import kinetic_band
+from pyro_sym.sgmcmc.underdamped import BAOA, SGHMC
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC, deep_ensemble
-from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.base import FiniteGroup, Group, Symmetry
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
+from pyro_sym.symmetry.orthogonal import Orthogonal
 from pyro_sym.symmetry.product import Product
 from pyro_sym.symmetry.viewed import Viewed
 
@@ -51,9 +54,12 @@ __all__ = [
     "Cyclical",
     "Diagonal",
     "DivergenceError",
+    "FiniteGroup",
+    "Group",
     "LeimkuhlerMatthews",
     "NetworkSymmetry",
     "NoDensityError",
+    "Orthogonal",
     "PerSite",
     "Permutation",
     "Polynomial",

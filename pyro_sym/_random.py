@@ -1,13 +1,14 @@
-"""The state of torch's global random generators, kept while something else draws from them."""
+"""The state of torch's global random generators: read, set, and kept while something else draws."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-__all__ = ["fork_random_state"]
+__all__ = ["fork_random_state", "random_state", "set_random_state"]
 
 
 @contextmanager
@@ -21,3 +22,16 @@ def fork_random_state() -> Iterator[None]:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         yield
+
+
+def random_state() -> dict[str, Any]:
+    """The states of the CPU's generator, and of those of all CUDA devices if CUDA is in use."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Set the generators to states that :func:`random_state` returned."""
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])

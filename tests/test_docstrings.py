@@ -32,10 +32,12 @@ NAMESPACE: dict[str, Any] = {
     **{name: getattr(pyro_sym, name) for name in pyro_sym.__all__},
 }
 MODULES = [m.name for m in pkgutil.walk_packages(pyro_sym.__path__, "pyro_sym.")]
-# Abstract, or a plain result or error: what makes them has the example.
+# Abstract classes, results and errors: the functions that return or raise them have the example.
 WITHOUT_EXAMPLE = {
     "Alignment",
     "DivergenceError",
+    "FiniteGroup",
+    "Group",
     "NoDensityError",
     "Run",
     "StochasticGradientKernel",

@@ -1,4 +1,7 @@
-"""The contract checks: everything that is built in passes, and each slip fails with the message for it."""
+"""The contract checks: everything that is built in passes, and each mistake fails with a message of its own.
+
+The checks are in ``testing.symmetries``, ``testing.kernels``, ``testing.estimators`` and ``testing.laws``.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ from pyro_sym import (
 from pyro_sym.guides.average import OrbitAverage, Run, Uniform
 from pyro_sym.orbit.enumeration import log_prob_at_images
 from pyro_sym.sgmcmc.preconditioners import RMSprop
+from tests.catalogue import normals
 
 # --- symmetries ---------------------------------------------------------------------------------------------
 
@@ -356,8 +360,8 @@ def test_built_in_kernels_keep_the_contract(make: partial[Any]) -> None:
 
 
 class TemperatureSquared(BAOA):
-    def move(self, *args: Any, temperature: Any, **options: Any) -> Any:
-        return super().move(*args, temperature=temperature**2, **options)
+    def step(self, *args: Any, temperature: Any, **options: Any) -> Any:
+        return super().step(*args, temperature=temperature**2, **options)
 
 
 class HeatsWhenRun(SGLD):
@@ -369,8 +373,8 @@ class HeatsWhenRun(SGLD):
 
 
 class NoisyWhenCold(SGLD):
-    def move(self, state: Any, gradient: Tensor, noise: Tensor, **options: Any) -> Any:
-        (position,) = super().move(state, gradient, noise, **options)
+    def step(self, state: Any, gradient: Tensor, noise: Tensor, **options: Any) -> Any:
+        (position,) = super().step(state, gradient, noise, **options)
         return (position + 0.01 * torch.randn_like(position),)
 
 
@@ -381,32 +385,32 @@ class IgnoresTheSeed(SGLD):
         super().__init__(*args, **options)
         self._own = torch.Generator().manual_seed(1)
 
-    def move(self, state: Any, gradient: Tensor, noise: Tensor, **options: Any) -> Any:
+    def step(self, state: Any, gradient: Tensor, noise: Tensor, **options: Any) -> Any:
         own = torch.randn(noise.shape, generator=self._own, dtype=noise.dtype)
-        return super().move(state, gradient, own, **options)
+        return super().step(state, gradient, own, **options)
 
 
 class DrawsUnderItsOwnSeed(SGLD):
     _own = torch.Generator()
 
-    def move(self, state: Any, gradient: Tensor, noise: Tensor, **options: Any) -> Any:
+    def step(self, state: Any, gradient: Tensor, noise: Tensor, **options: Any) -> Any:
         own = torch.randn(noise.shape, generator=self._own, dtype=noise.dtype)
-        return super().move(state, gradient, own, **options)
+        return super().step(state, gradient, own, **options)
 
 
 class SharesNoise(SGLD):
-    def move(self, state: Any, gradient: Tensor, noise: Tensor, **options: Any) -> Any:
-        return super().move(state, gradient, noise[:1].expand_as(noise), **options)
+    def step(self, state: Any, gradient: Tensor, noise: Tensor, **options: Any) -> Any:
+        return super().step(state, gradient, noise[:1].expand_as(noise), **options)
 
 
 class UnitMomenta(SGHMC):
-    def initial_state(self, position: Tensor, noise: Tensor, *args: Any) -> Any:
+    def init(self, position: Tensor, noise: Tensor, **settings: Any) -> Any:
         return position, noise
 
 
 class NoFriction(SGHMC):
-    def move(self, state: Any, *args: Any, **options: Any) -> Any:
-        position, momentum = super().move(state, *args, **options)
+    def step(self, state: Any, *args: Any, **options: Any) -> Any:
+        position, momentum = super().step(state, *args, **options)
         lost = self.friction * options["step_size"] * state[1]
         return position + options["step_size"] * lost, momentum + lost
 
@@ -416,33 +420,33 @@ class CountsSteps(SGLD):
 
     count = 0
 
-    def move(self, *args: Any, step_size: Any, **options: Any) -> Any:
+    def step(self, *args: Any, step_size: Any, **options: Any) -> Any:
         self.count += 1
-        return super().move(*args, step_size=step_size / self.count, **options)
+        return super().step(*args, step_size=step_size / self.count, **options)
 
 
 class InSingle(SGLD):
-    def move(self, *args: Any, **options: Any) -> Any:
-        return (super().move(*args, **options)[0].float(),)
+    def step(self, *args: Any, **options: Any) -> Any:
+        return (super().step(*args, **options)[0].float(),)
 
 
 class StopsInPlace(SGLD):
-    def move(self, state: Any, *args: Any, **options: Any) -> Any:
-        state[0].copy_(super().move(state, *args, **options)[0])
+    def step(self, state: Any, *args: Any, **options: Any) -> Any:
+        state[0].copy_(super().step(state, *args, **options)[0])
         return state
 
 
 class NumbersOnly(SGLD):
     """A branch on the type of the step size: compiled steps would take another road than eager ones."""
 
-    def move(self, *args: Any, step_size: Any, **options: Any) -> Any:
+    def step(self, *args: Any, step_size: Any, **options: Any) -> Any:
         slowed = step_size / 2 if isinstance(step_size, Tensor) else step_size
-        return super().move(*args, step_size=slowed, **options)
+        return super().step(*args, step_size=slowed, **options)
 
 
 class Climbs(SGLD):
-    def move(self, state: Any, gradient: Tensor, *args: Any, **options: Any) -> Any:
-        return super().move(state, -gradient, *args, **options)
+    def step(self, state: Any, gradient: Tensor, *args: Any, **options: Any) -> Any:
+        return super().step(state, -gradient, *args, **options)
 
 
 class ForgetsRows(SGLD):
@@ -456,8 +460,8 @@ class ForgetsRows(SGLD):
 
 
 class Thermostat(SGNHT):
-    def move(self, *args: Any, temperature: Any, **options: Any) -> Any:
-        return super().move(*args, temperature=1.2 * temperature, **options)
+    def step(self, *args: Any, temperature: Any, **options: Any) -> Any:
+        return super().step(*args, temperature=1.2 * temperature, **options)
 
 
 @pytest.mark.parametrize(
@@ -482,12 +486,12 @@ class Thermostat(SGNHT):
             r"momenta start at a kinetic temperature of 0\.49\d*, not 0\.25",
         ),
         (partial(NoFriction, step_size=0.1), "do not forget where they started"),
-        (partial(CountsSteps, step_size=0.1), r"move\(\) called again gives another result"),
+        (partial(CountsSteps, step_size=0.1), r"step\(\) called again gives another result"),
         (
             partial(InSingle, step_size=0.1),
             r"part 0 of the state from \(5, 6\), torch.float64 into .*float32",
         ),
-        (partial(StopsInPlace, step_size=0.1), r"move\(\) changes its inputs"),
+        (partial(StopsInPlace, step_size=0.1), r"step\(\) changes its inputs"),
         (partial(NumbersOnly, step_size=0.1), "tensors instead of numbers for step_size"),
         (partial(Climbs, step_size=0.1), "the potential energy goes from .* it should fall"),
         (partial(BAOA, step_size=2.5), "lower step_size|do not forget|should fall|finite"),
@@ -518,8 +522,7 @@ def test_what_is_no_kernel_and_what_can_not_be_checked_is_refused() -> None:
 # --- orbit averages -----------------------------------------------------------------------------------------
 
 
-def overlapping() -> None:
-    pyro.sample("locs", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+overlapping = normals({"locs": (4,)})
 
 
 def apart(site: dict[str, Any]) -> Tensor:

@@ -1,15 +1,15 @@
 # %% [markdown]
 # # Quickstart: a mixture whose labels mean nothing
 #
-# Three cultivars of wine, 178 bottles, 13 measurements each. A Gaussian mixture with three components has six
-# copies of every mode, one for each way of numbering the components. This tutorial
+# The data are 13 measurements of 178 bottles of wine from three cultivars. A Gaussian mixture with three
+# components has six copies of every mode, one for each way of numbering the components. This tutorial
 #
 # 1. fits a mean-field guide, plain and averaged over the relabellings, and compares their ELBOs;
-# 2. samples the same model with tempered stochastic-gradient MCMC, four chains started apart;
-# 3. exports to ArviZ, raw and aligned, and reads R-hat and ESS off both;
+# 2. samples the same model with tempered stochastic-gradient MCMC, in four chains with different starts;
+# 3. exports to ArviZ, raw and aligned, and compares R-hat and ESS of both;
 # 4. checks its own claims.
 #
-# Run it with `python -m nox -s quickstart`; it leaves `quickstart/posterior.nc` and `quickstart/trace.png`.
+# Run it with `python -m nox -s quickstart`; it writes `quickstart/posterior.nc` and `quickstart/trace.png`.
 
 # %%
 from __future__ import annotations
@@ -37,7 +37,7 @@ OUT.mkdir(exist_ok=True)
 
 # %% [markdown]
 # ## The data and the model
-# Diagonal covariances, and allocations summed out of the likelihood.
+# Covariances are diagonal, and the likelihood sums out the allocations.
 
 # %%
 wine = load_wine()
@@ -52,22 +52,25 @@ def model(x: torch.Tensor) -> None:
             "locs", dist.Normal(torch.zeros(D), 2.0).to_event(1), infer={"event_dims": ["feature"]}
         )
         scales = pyro.sample(
-            "scales", dist.LogNormal(torch.zeros(D), 0.5).to_event(1), infer={"event_dims": ["feature"]}
+            "scales",
+            dist.LogNormal(torch.zeros(D), 0.5).to_event(1),
+            infer={"event_dims": ["feature"]},
         )
     with pyro.plate("bottle", len(x)):
         components = dist.Normal(locs, scales).to_event(1)
         pyro.sample("x", dist.MixtureSameFamily(dist.Categorical(weights), components), obs=x)
 
 
-# The symmetry, found: relabelling the components, on one axis of each site, counted from the right. By hand
-# it is ps.Permutation({"weights": -1, "locs": -2, "scales": -2}); ps.check_symmetry says whether that is so.
+# The symmetry: relabelling the components permutes one axis of each site, counted from the right.
+# Written by hand it is ps.Permutation({"weights": -1, "locs": -2, "scales": -2}); ps.check_symmetry
+# tests it.
 symmetry = ps.find_symmetry(model, x)
 print(symmetry)
 
 # %% [markdown]
 # ## Variational inference, plain and symmetrised
-# The symmetrised guide is the plain one, averaged over the six relabellings. Both plug into Pyro's `SVI`.
-# Their ELBOs are means over draws of their own, so that the difference is the gain up to a few hundredths.
+# The symmetrised guide is the plain one, averaged over the six relabellings. Both work with Pyro's `SVI`.
+# Each ELBO is a mean over its own draws, so their difference is the gain up to a few hundredths.
 
 
 # %%
@@ -95,8 +98,8 @@ print(f"the gain itself          {gain.estimate:9.4f} +- {gain.standard_error:.1
 
 # %% [markdown]
 # ## Tempered SG-MCMC
-# Four chains of BAOA at temperature 1, the posterior itself. They start from draws of the symmetrised guide,
-# and so apart: each in a copy of the mode drawn at random.
+# Four chains of BAOA at temperature 1 sample the posterior. They start from draws of the symmetrised guide,
+# so each starts in a random copy of the mode.
 
 # %%
 start = guide.sample_posterior(x, sample_shape=(4,))
@@ -118,7 +121,7 @@ with warnings.catch_warnings():
 
 # %% [markdown]
 # ## ArviZ, raw and aligned
-# `from_pyro` keeps the raw draws, and adds a group in which every draw wears the same labels.
+# `from_pyro` keeps the raw draws and adds a group in which all draws have the same labels.
 
 # %%
 idata = ps.from_pyro(mcmc, symmetry=symmetry, coords={"feature": wine.feature_names})
@@ -136,11 +139,14 @@ print(f"bulk ESS, smallest       {raw.ess_bulk.min():9.0f} {aligned.ess_bulk.min
 print(f"kinetic temperature      {float(temperature.mean()):9.3f} (target 1)")
 
 # %% [markdown]
-# The clusters, from the aligned posterior means, against the cultivars.
+# Compare the clusters, from the aligned posterior means, with the cultivars.
 
 # %%
 draws = ps.dataset(idata, "posterior_aligned")
-w, m, s = (torch.tensor(draws[name].mean(("chain", "draw")).values) for name in ("weights", "locs", "scales"))
+w, m, s = (
+    torch.tensor(draws[name].mean(("chain", "draw")).values)
+    for name in ("weights", "locs", "scales")
+)
 log_joint = w.log() + dist.Normal(m, s).log_prob(x[:, None]).sum(-1)
 agreement = adjusted_rand_score(wine.target, log_joint.argmax(-1).numpy())
 print(f"\nadjusted Rand index of clusters and cultivars  {agreement:.3f}")
@@ -150,8 +156,12 @@ idata.to_netcdf(OUT / "posterior.nc", engine="h5netcdf")
 
 feature = "proline"
 figure, panels = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
-for panel, group, summary in zip(panels, ("posterior", "posterior_aligned"), (raw, aligned), strict=True):
-    traces = ps.dataset(idata, group)["locs"].sel(feature=feature).values  # (chain, draw, component)
+for panel, group, summary in zip(
+    panels, ("posterior", "posterior_aligned"), (raw, aligned), strict=True
+):
+    traces = (
+        ps.dataset(idata, group)["locs"].sel(feature=feature).values
+    )  # (chain, draw, component)
     joined = traces.reshape(-1, K)
     for k in range(K):
         panel.plot(joined[:, k], linewidth=0.6, label=f"component {k}")

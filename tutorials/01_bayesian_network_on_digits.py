@@ -1,24 +1,23 @@
 # %% [markdown]
 # # A Bayesian network on digits, from its symmetries to its diagnostics
 #
-# Number the hidden units of a network in another order, and it computes the same function; with `tanh`
-# units, flip the signs of all weights into and out of one, and it does so again. So the posterior of
-# the small network below has 10⁴⁵ copies of each mode. That does no harm to predictions. It does harm to
-# what we say *about* the posterior: to the ELBO, and to any diagnostic that looks at weights.
+# A network computes the same function when its hidden units are renumbered and, with `tanh` units, when the
+# signs of all weights into and out of a unit are flipped. The posterior of the small network below therefore
+# has 10⁴⁵ copies of each mode. This does not affect predictions. It does affect what we say *about* the
+# posterior: the ELBO, and every diagnostic of the weights.
 #
-# This tutorial takes one network on the 1,797 digits of scikit-learn through all parts of the package. It
+# This tutorial uses all parts of the package on one network and the 1,797 digits of scikit-learn. It
 #
 # 1. finds the symmetries of a PyTorch module, and turns the module into a Pyro model that has them;
-# 2. fits a mean-field guide, averages it over the group, and says what that is worth, in nats;
-# 3. runs one sampler at two temperatures: at T = 0 it is SGD, and a few runs are a deep ensemble; at T = 1
+# 2. fits a mean-field guide, averages it over the group, and computes the gain in nats;
+# 3. runs one sampler at two temperatures: at T = 0 it is SGD, and several runs are a deep ensemble; at T = 1
 #    it draws from the posterior;
-# 4. splits predictive uncertainty into what the digits leave open and what the weights do;
-# 5. asks whether the chains agree: about the weights, about the weights up to symmetry, and about the
-#    function;
+# 4. splits predictive uncertainty into the part due to the digits and the part due to the weights;
+# 5. checks whether the chains agree about the weights, the weights up to symmetry, and the function;
 # 6. checks its own claims.
 #
 # Run it with `python tutorials/01_bayesian_network_on_digits.py`, or in less time with
-# `PYRO_SYM_TUTORIALS=small` in the environment; it leaves `digits/posterior.nc`, `digits/diagnostics.png`
+# `PYRO_SYM_TUTORIALS=small` in the environment; it writes `digits/posterior.nc`, `digits/diagnostics.png`
 # and `digits/uncertainty.png`.
 
 # %%
@@ -55,7 +54,7 @@ OUT.mkdir(exist_ok=True)
 
 # %% [markdown]
 # ## The digits
-# Images of 8 × 8 pixels, centred pixel by pixel. 400 of them are kept for testing, in equal parts of each
+# The images have 8 × 8 pixels; each pixel is centred. 400 images are held out for testing, stratified by
 # class.
 
 # %%
@@ -63,7 +62,11 @@ digits = load_digits()
 train_x, test_x, train_y, test_y = (
     torch.as_tensor(part)
     for part in train_test_split(
-        digits.data.astype(np.float32), digits.target, test_size=400, stratify=digits.target, random_state=0
+        digits.data.astype(np.float32),
+        digits.target,
+        test_size=400,
+        stratify=digits.target,
+        random_state=0,
     )
 )
 centre, scale = train_x.mean(0), train_x.std()
@@ -73,9 +76,9 @@ N = len(x)
 
 # %% [markdown]
 # ## The network and its symmetries
-# Any `torch.nn.Module` will do; this one is trained for a moment in the usual way, to start from later.
-# `symmetry_of` reads the permutations and sign flips off the graph that `torch.export` makes of it, and
-# verifies each on a copy of the network.
+# Any `torch.nn.Module` works. We train this one briefly in the usual way; the guide will start from it.
+# `symmetry_of` reads the permutations and sign flips from the graph that `torch.export` makes, and verifies
+# each on a copy of the network.
 
 # %%
 net = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
@@ -90,21 +93,23 @@ symmetry = ps.symmetry_of(net, x[:2])
 print(symmetry)
 
 # %% [markdown]
-# The table says: permute the rows of the first layer's weights, its biases, and the columns of the second
+# The table reads: permute the rows of the first layer's weights, its biases, and the columns of the second
 # layer's weights, all by the same permutation; or flip their signs, all with the same signs. That makes 32!
 # · 2³² elements.
 #
 # ## The model
-# A prior for every parameter and a likelihood of the output make the network a Pyro model. Its sites are
-# the parameters' own names. With `batch_size` the model takes all the data, and draws minibatches in its
-# own plate.
+# A prior for every parameter and a likelihood for the output make the network a Pyro model. Its sites have
+# the names of the parameters. With `batch_size` the model takes all data and draws minibatches in its own
+# plate.
 #
-# The network's symmetry is the *model's* only if the prior keeps it: units have to be exchangeable, and
-# symmetric about zero for the flips. A prior that depends on the number of inputs does; one that treats the
-# first unit differently does not, and the check says so.
+# The *model* has the network's symmetry only if the prior has it, too: units must be exchangeable and, for
+# the flips, symmetric about zero. A prior that depends on the number of inputs qualifies. One that treats
+# the first unit differently does not, and the check raises an error.
 
 # %%
-prior = LayerwisePrior({"0": FanInPrior(3.0), "2": FanInPrior(6.0)})  # standard deviations 3/√64 and 6/√32
+prior = LayerwisePrior(
+    {"0": FanInPrior(3.0), "2": FanInPrior(6.0)}
+)  # standard deviations 3/√64 and 6/√32
 model = ps.BayesianModule(net, prior, Categorical(), batch_size=128)
 whole = ps.BayesianModule(net, prior, Categorical())  # the same model, on all rows at each call
 ps.check_symmetry(whole, symmetry, x, y)
@@ -119,15 +124,16 @@ except ps.SymmetryError as error:
 
 # %% [markdown]
 # ## A symmetrised guide
-# A mean-field guide fits one copy of a mode. Averaged over the group, it has all of them, and its ELBO is
-# higher by what the copies are worth: log |G| if they don't overlap. The average has 10⁴⁵ terms, but the
-# estimator looks only for those that matter, and where units lie far apart, it is known without computing
-# anything.
+# A mean-field guide fits one copy of a mode. Its average over the group covers all copies, and its ELBO is
+# higher, by log |G| if the copies don't overlap. The average has 10⁴⁵ terms, but the estimator finds those
+# that matter; where units lie far apart, the average is known without computing it.
 #
-# Like any guide it plugs into `SVI`. It starts at the weights of the network.
+# It works with `SVI` like any guide, and starts from the weights of the network.
 
 # %%
-guide = ps.AutoSymmetrizedNormal(model, symmetry, init_loc_fn=model.init_to_pretrained, init_scale=0.03)
+guide = ps.AutoSymmetrizedNormal(
+    model, symmetry, init_loc_fn=model.init_to_pretrained, init_scale=0.03
+)
 svi = SVI(model, guide, ClippedAdam({"lr": 0.02, "lrd": 0.05 ** (1 / SVI_STEPS)}), Trace_ELBO())
 for _ in range(SVI_STEPS):
     svi.step(x, y)
@@ -145,15 +151,14 @@ print(f"ELBO, the guide inside           {plain_elbo:9.2f}")
 print(f"ELBO, averaged over the group    {symmetrised_elbo:9.2f}")
 
 # %% [markdown]
-# The two ELBOs differ by the gain, to the last digit where they are taken at the same draws. It may fall a
-# little short of log |G|: the weights of a unit that is hardly used stay near the prior, which is symmetric
-# already, and copies that overlap are not counted twice.
+# At the same draws, the two ELBOs differ by exactly the gain. The gain may be a little less than log |G|: the
+# weights of a unit that is hardly used stay near the prior, so that its copies overlap.
 #
 # ## One sampler, two temperatures
-# `BAOA.from_sgd` takes the numbers of an optimiser. At T = 0 the chain *is* SGD with momentum on the log
-# joint, and a handful of runs is a deep ensemble. At T = 1 noise enters with just the variance that makes
-# it a sampler of the posterior. Each chain starts at its own draw of the prior, and all of them run side by
-# side in one process.
+# `BAOA.from_sgd` takes the learning rate and momentum of an optimiser. At T = 0 the chain *is* SGD with
+# momentum on the log joint, and several runs are a deep ensemble. At T = 1 noise is added, with the variance
+# that makes the chain a sampler of the posterior. Each chain starts from its own draw of the prior, and all
+# chains run side by side in one process.
 
 # %%
 sgd = {"lr": 0.2, "momentum": 0.9, "num_data": N, "init_strategy": init_to_sample}
@@ -174,12 +179,15 @@ mcmc.run(x, y)
 # %% [markdown]
 # ## Predictions
 # `predict` runs the network for all draws at once. The predictive distribution is the average over draws;
-# its entropy has two parts. *Aleatoric* is what would be left if the weights were known: a digit drawn so
-# badly that nobody can tell. *Epistemic* is the draws' disagreement, which more data would remove.
+# its entropy has two parts. The *aleatoric* part would remain if the weights were known: some digits are
+# drawn so badly that nobody can read them. The *epistemic* part is the disagreement between draws, which
+# more data would remove.
 
 # %%
 predictions = {
-    "one network": model.predict({name: value.detach() for name, value in net.named_parameters()}, test_x),
+    "one network": model.predict(
+        {name: value.detach() for name, value in net.named_parameters()}, test_x
+    ),
     "mean-field guide": model.predict(guide.sample_posterior(x, y, sample_shape=(100,)), test_x),
     "ensemble, T = 0": model.predict(ensemble.get_samples(), test_x),
     "one draw, T = 1": model.predict(
@@ -193,7 +201,10 @@ def accuracy(prediction: Prediction) -> float:
     return float((prediction.probs.argmax(-1) == test_y).double().mean())
 
 
-print(f"\n{'on 400 test digits':<20}{'accuracy':>10}{'log loss':>10}{'aleatoric':>11}{'epistemic':>11}")
+print(
+    f"\n{'on 400 test digits':<20}{'accuracy':>10}{'log loss':>10}"
+    f"{'aleatoric':>11}{'epistemic':>11}"
+)
 for name, prediction in predictions.items():
     log_loss, entropy = -prediction.log_prob(test_y).mean(), prediction.entropy
     print(
@@ -202,14 +213,14 @@ for name, prediction in predictions.items():
     )
 
 # %% [markdown]
-# One draw of the posterior is a poor classifier, and their average a good one: a draw is no estimate, but a
-# set of weights that the data allow. The colder ensemble has the lower log loss, as often in networks with
-# priors as vague as these (Wenzel et al. 2020 call it the cold posterior effect). But its members agree,
-# right or wrong: there is next to no epistemic uncertainty in it.
+# A single draw of the posterior is a poor classifier, and the average of the draws is a good one: a draw is
+# not an estimate, but one set of weights that is compatible with the data. The cold ensemble has the lower
+# log loss, as is common for networks with such vague priors (Wenzel et al. 2020 call it the cold posterior
+# effect). But its members agree even where they are wrong: it has almost no epistemic uncertainty.
 #
-# Now for inputs that the network was not trained for: the same digits turned by a quarter, and with their
-# pixels shuffled, one order for all. Whoever knows what he doesn't know is in more doubt there, and the
-# doubt is epistemic.
+# Next come inputs that the network was not trained for: the same digits rotated by 90°, and with their
+# pixels shuffled, in one order for all. Good predictions should be more uncertain here, and the additional
+# uncertainty should be epistemic.
 
 # %%
 quarter = test_x.reshape(-1, 8, 8).rot90(1, (1, 2)).reshape(-1, 64)
@@ -223,20 +234,22 @@ entropies = {
 }
 print(f"\n{'epistemic, nats':<20}" + "".join(f"{what:>17}" for what in inputs))
 for who in draws:
-    print(f"{who:<20}" + "".join(f"{entropies[who, what].epistemic.mean():>17.3f}" for what in inputs))
+    print(
+        f"{who:<20}" + "".join(f"{entropies[who, what].epistemic.mean():>17.3f}" for what in inputs)
+    )
 
 # %% [markdown]
 # ## Do the chains agree?
-# R-hat compares the spread within chains with that between them. It can be asked
+# R-hat compares the variance between chains with that within chains. We compute it for
 #
-# * of the **raw** weights: of no meaning, as each chain has numbered its units in its own way;
-# * of the **aligned** weights: every draw moved to the same numbering and signs. What is left are chains
-#   that differ in more than labels;
-# * of the **function**: log probabilities at test digits, which no symmetry changes. This is what
-#   predictions rest on.
+# * the **raw** weights: meaningless, as each chain has numbered its units in its own way;
+# * the **aligned** weights: every draw is moved to the same numbering and signs. The remaining differences
+#   between chains are not due to labels;
+# * the **function**: log probabilities at test digits, which no symmetry changes and on which predictions
+#   depend.
 #
-# `from_pyro` exports all three: the function's values are one more variable beside the weights. It warns
-# where labels are in doubt, as those of units that the data hardly use are.
+# `from_pyro` exports all three: the values of the function are one more variable beside the weights. It
+# warns if labels are in doubt, which happens for units that are hardly used.
 
 
 # %% mystnb={"output_stderr": "show"}
@@ -270,10 +283,10 @@ for name, values in r_hat.items():
 print(f"{'kinetic temperature':<20}{float(temperature.mean()):>10.3f} (target 1)")
 
 # %% [markdown]
-# Alignment takes away the labels, and much of what held R-hat up. It does not take away everything, and
-# should not: the chains are few and short, and a network has modes that differ in more than labels, although
-# they say nearly the same of the digits. That is what the row of the function shows, and why a network is
-# best judged by its function. Here it says that the chains nearly agree; before you publish, run them longer.
+# Alignment removes the effect of labels, and R-hat falls. It does not fall to 1, and should not: the chains
+# are few and short, and a network has modes that differ in more than labels, although they predict nearly
+# the same. This is why a network is best judged by its function. The last row shows that the chains nearly
+# agree about it; run them longer before you publish.
 
 # %%
 figure, (before, after, all_) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
@@ -291,7 +304,10 @@ after.set_title("the same place, aligned")
 for name, values in r_hat.items():
     all_.plot(np.sort(values), np.linspace(0, 1, len(values)), label=name)
 all_.set(
-    xlim=(0.98, 2.5), xlabel="R-hat", ylabel="share of coordinates below", title="R-hat of all coordinates"
+    xlim=(0.98, 2.5),
+    xlabel="R-hat",
+    ylabel="share of coordinates below",
+    title="R-hat of all coordinates",
 )
 all_.legend(loc="lower right")
 figure.savefig(OUT / "diagnostics.png", dpi=150)
@@ -333,19 +349,28 @@ print(f"\nwrote {OUT}/: posterior.nc, diagnostics.png, uncertainty.png")
 # %%
 least = 0.96 if SMALL else 0.97
 warm, cold = "posterior, T = 1", "ensemble, T = 0"
-assert "'0.bias'" in refusal, "a prior that tells the units apart is refused, by the name of its site"
+assert "'0.bias'" in refusal, (
+    "a prior that tells the units apart is refused, by the name of its site"
+)
 assert gain.upper - gain.lower < 0.1, "the gain is known to a tenth of a nat"
-assert 0.98 * gain.log_order < gain.estimate < gain.log_order + 0.1, "the copies hardly overlap: log |G|"
+assert 0.98 * gain.log_order < gain.estimate < gain.log_order + 0.1, (
+    "the copies hardly overlap: log |G|"
+)
 assert abs(symmetrised_elbo - plain_elbo - gain.estimate) < 1.0, "the ELBOs differ by the gain"
 for who in (warm, cold):
     assert accuracy(predictions[who]) > least, f"{who}: test accuracy above {least:.0%}"
     for what in ("turned by 90°", "pixels shuffled"):
-        odd, usual = (float(entropies[who, rows].epistemic.mean()) for rows in (what, "test digits"))
+        odd, usual = (
+            float(entropies[who, rows].epistemic.mean()) for rows in (what, "test digits")
+        )
         assert odd > 2 * usual, f"{who}: weights are in more doubt where digits are {what}"
 assert (
-    entropies[warm, "turned by 90°"].epistemic.mean() > 2 * entropies[cold, "turned by 90°"].epistemic.mean()
+    entropies[warm, "turned by 90°"].epistemic.mean()
+    > 2 * entropies[cold, "turned by 90°"].epistemic.mean()
 )
 median = {name: np.median(values) for name, values in r_hat.items()}
-assert median["raw weights"] > median["aligned weights"] > median["function"], "each question has its answer"
+assert median["raw weights"] > median["aligned weights"] > median["function"], (
+    "each question has its answer"
+)
 assert abs(float(temperature.mean()) - 1) < 0.15, "the sampler holds its temperature"
 print("all claims hold")

@@ -1,20 +1,20 @@
 # %% [markdown]
 # # Mixtures: label switching, three ways to undo it, and how many components
 #
-# You fitted a mixture, ran four chains, and the summary is nonsense: an R-hat far above 1, and component
-# means that are averages of several components. Nothing is wrong with the chains. They number the
+# You fitted a mixture with four chains, and the summary makes no sense: R-hat is far above 1, and each
+# component mean is an average of several components. Nothing is wrong with the chains. They number the
 # components differently, and the posterior has K! copies of every mode.
 #
 # This tutorial
 #
-# 1. shows the nonsense, on 150 irises of three species;
-# 2. aligns the draws in three ways, and reads off how sure the labels are;
-# 3. shows how a constraint on the order goes wrong without R-hat noticing;
-# 4. compares numbers of components by the evidence, where log K! matters, beside leave-one-out
-#    cross-validation, where labels don't;
+# 1. shows the problem, on 150 irises of three species;
+# 2. aligns the draws in three ways, and shows how certain the labels are;
+# 3. shows that an order constraint can fail without R-hat noticing;
+# 4. compares numbers of components by the evidence, where log K! matters, and by leave-one-out
+#    cross-validation, where labels don't matter;
 # 5. checks its own claims.
 #
-# Run it with `python tutorials/02_mixtures_and_label_switching.py`; it leaves two figures in `mixtures/`.
+# Run it with `python tutorials/02_mixtures_and_label_switching.py`; it writes two figures to `mixtures/`.
 
 # %%
 from __future__ import annotations
@@ -55,7 +55,7 @@ OUT.mkdir(exist_ok=True)
 
 # %% [markdown]
 # ## The data and the model
-# The width of the sepals and the length of the petals, standardised.
+# The data are the sepal width and the petal length, standardised.
 
 # %%
 iris = load_iris()
@@ -86,9 +86,9 @@ print(symmetry)
 
 # %% [markdown]
 # ## Fitting it
-# A mean-field guide, started at clusters of k-means and averaged over the group. Draws of it are in a copy
-# of the mode taken at random, which is what starting points of chains should be: far apart. The chains are
-# tempered stochastic-gradient MCMC at temperature 1, on all the data; NUTS would do as well.
+# The guide is mean-field, starts from clusters of k-means, and is averaged over the group. Its draws lie in
+# random copies of the mode, so they are good starting points for chains: far apart. The chains are tempered
+# stochastic-gradient MCMC at temperature 1, on all data; NUTS would work as well.
 
 # %%
 
@@ -99,8 +99,8 @@ def fit(K: int) -> ps.AutoSymmetrized:
     centres = torch.tensor(KMeans(K, n_init=5, random_state=0).fit(x.numpy()).cluster_centers_)
     start = {"locs": centres, "scales": torch.full((K, 2), 0.5), "weights": torch.full((K,), 1 / K)}
     base = AutoNormal(mixture(K), init_loc_fn=init_to_value(values=start))
-    # Components may come close and part again: with tolerance 0 every step computes the average, and so has
-    # the operations that were recorded.
+    # Components may come close and part again: with tolerance 0 every step computes the average, so
+    # that all steps have the operations that were recorded.
     guide = ps.AutoSymmetrized(base, symmetry, tolerance=0)
     optimiser = ClippedAdam({"lr": 0.03, "lrd": 0.1 ** (1 / STEPS)})
     svi = SVI(mixture(K), guide, optimiser, ps.RecordedELBO(Trace_ELBO()))
@@ -129,8 +129,8 @@ draws = mcmc.get_samples(group_by_chain=True)
 
 # %% [markdown]
 # ## Raw draws
-# The summary that is nonsense. Each chain stays in its own copy of the mode, and an average over chains is of
-# nothing.
+# This is the summary that makes no sense. Each chain stays in its own copy of the mode, so an average over
+# chains is meaningless.
 
 # %%
 raw = ps.from_pyro(draws, dims={"locs": ["component", "feature"]}, coords={"feature": features})
@@ -139,11 +139,11 @@ print(summary[["mean", "sd", "r_hat"]].astype(float).round(2).to_string())
 
 # %% [markdown]
 # ## Three ways to align
-# * `align` compares **parameters**: it moves every draw to where the draws together are tightest.
-# * `align_allocations` compares **what components explain**: which flowers belong to which. It doesn't care
-#   how parameters are scaled, and suits components that have the same place and differ in shape.
-# * `align_by_order` takes **an order that you name**, without looking at other draws. Here it is tried
-#   twice: by petal length, and by weight, the smallest component first.
+# * `align` compares **parameters**: it relabels the draws so that their variance is smallest.
+# * `align_allocations` compares **what components explain**: which flowers belong to which component. It
+#   doesn't depend on the scale of parameters, and suits components with equal means and different shapes.
+# * `align_by_order` uses **an order that you name**, without looking at other draws. We try it twice: by
+#   petal length, and by weight, with the smallest component first.
 #
 # All of them return draws with the elements that were applied, and a `confidence` for each draw: the
 # probability of its labels against the best rival.
@@ -181,7 +181,9 @@ def in_doubt(alignment: ps.Alignment) -> float:
     return float((alignment.confidence < 0.9).double().mean())
 
 
-print(f"{'labels by':<18}{'R-hat':>8}{'sd of petal mean':>18}{'in doubt':>10}{'as by parameters':>18}")
+print(
+    f"{'labels by':<18}{'R-hat':>8}{'sd of petal mean':>18}{'in doubt':>10}{'as by parameters':>18}"
+)
 print(f"{'nothing (raw)':<18}{r_hat(draws):>8.3f}{spread(draws):>18.3f}")
 for name, alignment in alignments.items():
     same = agreement(alignment, alignments["parameters"])
@@ -191,17 +193,19 @@ for name, alignment in alignments.items():
     )
 
 # %% [markdown]
-# Parameters, allocations and the order of petals agree nearly everywhere. The order of weights does not.
+# Parameters, allocations and the order by petal length agree nearly everywhere. The order by weight differs.
 # There are 50 flowers of each species, so the weights are nearly equal, and which is the smallest changes
 # from draw to draw: "the smallest component" is setosa here and virginica there, and the standard deviation
-# of its mean petal length is several times what it is by any other labels.
+# of its mean petal length is several times as large as with any other labels.
 #
-# **R-hat doesn't see it**, as all chains are wrong alike. The confidence does: it is low for many draws, and
-# for next to none of the others. An order is a good choice if its coordinate separates the components, which
-# one has to know beforehand.
+# **R-hat doesn't notice**, because all chains have the same error. The confidence does: it is low for many
+# draws with this order, and for almost none with the other labels. An order is a good choice if its
+# coordinate separates the components, and that must be known beforehand.
 
 # %%
-figure, panels = plt.subplots(1, 3, figsize=(11, 3.8), sharex=True, sharey=True, layout="constrained")
+figure, panels = plt.subplots(
+    1, 3, figsize=(11, 3.8), sharex=True, sharey=True, layout="constrained"
+)
 shown = {"raw": draws} | {
     title: alignments[name].samples
     for title, name in (
@@ -221,26 +225,25 @@ figure.savefig(OUT / "labels.png", dpi=150)
 
 # %% [markdown]
 # ## How many components?
-# The ELBO is a bound on the log evidence, so people compare models by it. A plain guide covers one of K!
-# copies, and its ELBO is short by up to log K!: 0.69 nats for two components, 1.79 for three, 3.18 for four.
-# The shortfall *grows* with K, so plain ELBOs are biased towards too few components.
+# The ELBO is a bound on the log evidence, so it is used to compare models. A plain guide covers one of K!
+# copies, and its ELBO is too low by up to log K!: 0.69 nats for two components, 1.79 for three, 3.18 for
+# four. The error *grows* with K, so plain ELBOs are biased towards too few components.
 #
-# It is tempting to add log K! by hand. That is right where the copies don't overlap. With components too
-# many, two that share a cluster are hardly told apart, exchanging them is hardly a change, and the guide
-# covers both copies already. The symmetrised guide adds what is due, the *gain*, never more than log K!.
+# It is tempting to add log K! by hand. That is right if the copies don't overlap. With too many components,
+# two of them share a cluster, exchanging these two changes little, and the guide covers both copies already.
+# The symmetrised guide adds the right amount, the *gain*, which is at most log K!.
 #
-# We need a judge, the log evidence itself. Importance sampling with the guide as its proposal would be
+# For comparison we need the log evidence itself. Importance sampling with the guide as its proposal would be
 # simplest, but a mean-field guide is a poor proposal: with four components 300 of its draws were worth 7, and
-# the estimate was 9 nats too low. **Bridge sampling** also takes draws of the posterior, which the chains
-# have made. Its proposal is a Student t with mean and covariance of one half of the aligned draws, averaged
-# over all K! labels, as the posterior is the same for all of them. With $p$ the joint density, $q$ the
+# the estimate was 9 nats too low. **Bridge sampling** also uses draws of the posterior, which the chains
+# provide. Its proposal is a Student t with the mean and covariance of one half of the aligned draws, averaged
+# over all K! labels, because the posterior is invariant under them. With $p$ the joint density, $q$ the
 # proposal, and $a + b = 1$ the shares of draws from the posterior and from the proposal,
 #
 # $$Z = \frac{\mathbb E_q[p / (a p + b Z q)]}{\mathbb E_p[q / (a p + b Z q)]}.$$
 #
-# Each chain gives an estimate of its own, so there is a standard error. Beside the evidence stands
-# leave-one-out cross-validation, from draws of the chains, too. Labels don't enter that one, so nothing needs
-# to be aligned.
+# Each chain gives an estimate, so there is a standard error. We also compute leave-one-out cross-validation
+# from the draws of the chains. It doesn't depend on labels, so nothing needs to be aligned.
 
 
 # %%
@@ -260,9 +263,13 @@ def log_joint(K: int, draws: dict[str, Tensor]) -> Tensor:
 
 
 def to_vectors(draws: dict[str, Tensor]) -> Tensor:
-    """Coordinates without bounds: log ratios of weights, means, log scales. Labels move them linearly."""
+    """Coordinates without bounds: log ratios of weights, means and log scales."""
     logs = draws["weights"].log()
-    parts = (logs[:, :-1] - logs[:, -1:], draws["locs"].flatten(1), draws["scales"].log().flatten(1))
+    parts = (
+        logs[:, :-1] - logs[:, -1:],
+        draws["locs"].flatten(1),
+        draws["scales"].log().flatten(1),
+    )
     return torch.cat(parts, -1)
 
 
@@ -279,7 +286,7 @@ def from_vectors(K: int, vectors: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def bridge(ours: Tensor, theirs: Tensor) -> Tensor:
-    """log Z, from log p / q at draws of the posterior and of the proposal: Meng and Wong's fixed point."""
+    """log Z from log p / q at draws of posterior and proposal: Meng and Wong's fixed point."""
     share, rest = (math.log(len(one) / (len(ours) + len(theirs))) for one in (ours, theirs))
     log_z = theirs.logsumexp(0) - math.log(len(theirs))
     for _ in range(500):
@@ -293,9 +300,15 @@ def bridge(ours: Tensor, theirs: Tensor) -> Tensor:
 def judge(K: int, aligned: dict[str, Tensor]) -> tuple[float, float]:
     """The log evidence, and its standard error from what the chains say each by itself."""
     vectors = torch.stack(
-        [to_vectors(dict(zip(aligned, one, strict=True))) for one in zip(*aligned.values(), strict=True)]
+        [
+            to_vectors(dict(zip(aligned, one, strict=True)))
+            for one in zip(*aligned.values(), strict=True)
+        ]
     )
-    fitted, judged = vectors[:, ::2].flatten(0, 1), vectors[:, 1::2]  # (chains draws, d), (chains, draws, d)
+    fitted, judged = (
+        vectors[:, ::2].flatten(0, 1),
+        vectors[:, 1::2],
+    )  # (chains draws, d), (chains, draws, d)
     spread = torch.linalg.cholesky(fitted.T.cov())
     proposal = dist.MultivariateStudentT(torch.tensor(5.0), fitted.mean(0), spread)
 
@@ -303,10 +316,14 @@ def judge(K: int, aligned: dict[str, Tensor]) -> tuple[float, float]:
         """log p / q, the proposal averaged over all labels."""
         draws, log_volume = from_vectors(K, vectors)
         copies = [
-            proposal.log_prob(to_vectors({site: value[:, list(labels)] for site, value in draws.items()}))
+            proposal.log_prob(
+                to_vectors({site: value[:, list(labels)] for site, value in draws.items()})
+            )
             for labels in permutations(range(K))
         ]
-        return log_joint(K, draws) + log_volume - torch.stack(copies).logsumexp(0) + math.lgamma(K + 1)
+        return (
+            log_joint(K, draws) + log_volume - torch.stack(copies).logsumexp(0) + math.lgamma(K + 1)
+        )
 
     by_chain = torch.stack(
         [bridge(log_ratio(own), log_ratio(proposal.sample((PROPOSED,)))) for own in judged]
@@ -348,21 +365,20 @@ for K in sorted(table):
     print(f"{K:>2}" + "".join(f"{table[K][column]:>16.6g}" for column in columns))
 
 # %% [markdown]
-# Read it from left to right. The gain is log K! as long as the guide's components are distinct, and less
-# than that where some overlap. Plain ELBOs understate what a further component brings by the difference of
-# two gains, more than a nat from three to four.
+# The gain is log K! while the guide's components are distinct, and less where some overlap. Plain ELBOs
+# understate the benefit of another component by the difference of two gains, more than a nat from three
+# components to four.
 #
-# Symmetrising mends that part of the gap between ELBO and evidence, and no other. For two and three
-# components the symmetrised ELBO is within two nats or so of the evidence. With four the mean-field guide is
-# stuck at a poor optimum, ten nats below: **by the ELBO three components are best, by the evidence four**,
-# and cross-validation is for four as well. A bound that is loose for one model and tight for another does not
-# compare them; an estimate with an error does.
+# Symmetrising removes this part of the gap between ELBO and evidence, and no other. For two and three
+# components the symmetrised ELBO is within about two nats of the evidence. With four the mean-field guide is
+# stuck in a poor optimum, ten nats below: **by the ELBO three components are best, by the evidence four**,
+# and cross-validation also prefers four. A bound that is loose for one model and tight for another can't
+# compare them; an estimate with a standard error can.
 #
-# The error grows with components too many, as the posterior then has modes that are no copies of each other
-# and a single Student t fits it less well. The last column counts the flowers with a Pareto k above 0.7, for
-# which
-# leave-one-out is not to be relied on. (At the small size of this tutorial the chains of four components are
-# too short to have left where the guide put them; trust the numbers of the full size.)
+# The error grows with too many components, because the posterior then has modes that are not copies of each
+# other, and a single Student t fits it less well. The last column counts the flowers with a Pareto k above
+# 0.7, for which leave-one-out is unreliable. (At the small size of this tutorial the chains with four
+# components are too short to leave their starting points; trust the numbers at full size.)
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
@@ -386,8 +402,12 @@ assert r_hat(draws) > 1.5, "raw draws: the chains disagree about the labels"
 assert r_hat(aligned.samples) < (1.4 if SMALL else 1.1), (
     "aligned draws: the labels were all they disagreed about"
 )
-assert r_hat(by_weight.samples) < r_hat(aligned.samples) + 0.15, "R-hat sees nothing wrong with a bad order"
-assert spread(by_weight.samples) > 2.5 * spread(aligned.samples), "but components are mixed up by it"
+assert r_hat(by_weight.samples) < r_hat(aligned.samples) + 0.15, (
+    "R-hat sees nothing wrong with a bad order"
+)
+assert spread(by_weight.samples) > 2.5 * spread(aligned.samples), (
+    "but components are mixed up by it"
+)
 assert in_doubt(by_weight) > 0.05, "and the confidence says so"
 for name in ("parameters", "allocations", "order of petals"):
     assert in_doubt(alignments[name]) < 0.02, f"labels by {name} are sure"
@@ -395,11 +415,19 @@ for name in ("parameters", "allocations", "order of petals"):
 assert abs(table[3]["gain"] - table[3]["log K!"]) < 0.02, "three distinct components: all of log 3!"
 for K, row in table.items():
     assert row["gain"] < row["log K!"] + 1e-9, f"{K} components: never more than log K!"
-    assert row["symmetrised"] < row["evidence"] + 0.5, f"{K} components: the symmetrised ELBO is a bound"
-assert table[4]["gain"] - table[3]["gain"] > 1, "a plain ELBO understates the fourth component by a nat"
+    assert row["symmetrised"] < row["evidence"] + 0.5, (
+        f"{K} components: the symmetrised ELBO is a bound"
+    )
+assert table[4]["gain"] - table[3]["gain"] > 1, (
+    "a plain ELBO understates the fourth component by a nat"
+)
 for K, row in table.items():
-    assert row["± its error"] < (1.0 if SMALL else 0.4), f"{K} components: the judge is sure of its evidence"
-assert table[3]["evidence"] > table[2]["evidence"] + 3, "the evidence is for three components over two"
+    assert row["± its error"] < (1.0 if SMALL else 0.4), (
+        f"{K} components: the judge is sure of its evidence"
+    )
+assert table[3]["evidence"] > table[2]["evidence"] + 3, (
+    "the evidence is for three components over two"
+)
 assert table[3]["symmetrised"] > table[4]["symmetrised"] + 3, "by the ELBO three are best"
 if not SMALL:
     assert max(table, key=lambda K: table[K]["evidence"]) == 4, "by the evidence four are"

@@ -1,21 +1,21 @@
 # %% [markdown]
 # # A hidden Markov model: states without names, and a matrix that moves on two axes
 #
-# The states of a hidden Markov model are numbered, and the numbers mean nothing. Renumber them, and the
-# likelihood is what it was: the parameters of the states change places, and so do the *rows and the columns*
-# of the transition matrix, together. Three states have 3! = 6 copies of every mode.
+# The numbers of the states of a hidden Markov model have no meaning. Renumbering them permutes the parameters
+# of the states, and the *rows and columns* of the transition matrix together, and leaves the likelihood
+# unchanged. With three states every mode has 3! = 6 copies.
 #
 # This tutorial takes a simulated series, so that the truth is known, and
 #
 # 1. finds that symmetry in the model;
-# 2. fits a guide, and asks what the copies are worth;
+# 2. fits a guide, and computes the gain from averaging it;
 # 3. runs chains that start in different copies, and reads R-hat before and after alignment;
 # 4. compares the aligned transition matrix, the time spent in each state and the duration of a stay with the
 #    truth;
 # 5. shows how numbering the states by their means, or by their scales, goes wrong;
 # 6. checks its own claims.
 #
-# Run it with `python tutorials/03_hidden_markov_model.py`; it leaves two figures in `hmm/`.
+# Run it with `python tutorials/03_hidden_markov_model.py`; it writes two figures to `hmm/`.
 
 # %%
 from __future__ import annotations
@@ -51,9 +51,9 @@ OUT.mkdir(exist_ok=True)
 # %% [markdown]
 # ## The series
 # 256 values of a process with three states: *calm* and *wild* have the same mean and differ in scale, *calm*
-# and *shifted* have the same scale and differ in the mean. The process mostly goes round: calm, wild,
-# shifted, and back to calm. The seed is one that visits each state often; in a series that hardly does, no
-# method could say much of that state.
+# and *shifted* have the same scale and differ in the mean. The process mostly cycles: calm, wild, shifted,
+# and back to calm. With this seed it visits each state often; no method can say much about a state that the
+# series hardly visits.
 
 # %%
 STATES = ["calm", "wild", "shifted"]
@@ -82,15 +82,17 @@ def model(y: Tensor) -> None:
         locs = pyro.sample("locs", dist.Normal(0.0, 3.0))
         scales = pyro.sample("scales", dist.LogNormal(0.0, 1.0))
     pyro.sample(
-        "y", dist.DiscreteHMM(torch.zeros(K), trans.log(), dist.Normal(locs, scales), duration=len(y)), obs=y
+        "y",
+        dist.DiscreteHMM(torch.zeros(K), trans.log(), dist.Normal(locs, scales), duration=len(y)),
+        obs=y,
     )
 
 
 # %% [markdown]
 # ## The symmetry
-# `find_symmetry` reads it off the log joint. By hand one has to see that `trans` moves on both of its axes,
-# the state that is left and the state that is entered. On one axis alone it is no symmetry, and
-# `check_symmetry` says so.
+# `find_symmetry` finds it from the log joint. If you write it by hand, note that `trans` moves on both axes,
+# the state that is left and the state that is entered. A permutation of one axis alone is not a symmetry, and
+# `check_symmetry` raises an error.
 
 # %%
 symmetry = ps.find_symmetry(model, y)
@@ -103,13 +105,13 @@ except ps.SymmetryError:
 print("rows of the transition matrix alone:", "refused" if refused else "accepted")
 
 # %% [markdown]
-# ## What the copies are worth
-# A mean-field guide covers one copy of the mode, and its ELBO is short by what the others hold. The
-# symmetrised guide is the average over the six relabellings. Permutations that act on two axes at once can't
-# be averaged by permanents; six elements are simply enumerated, which is exact as well. The gain is at most
-# log 3!, and comes with bounds.
+# ## What averaging gains
+# A mean-field guide covers one copy of the mode, and its ELBO is too low by what the others contribute. The
+# symmetrised guide is the average over the six relabellings. Permanents can't average permutations that act
+# on two axes at once; six elements are enumerated, which is exact as well. The gain is at most log 3!, and
+# is reported with bounds.
 #
-# States are started at quantiles of the series.
+# The states start at quantiles of the series.
 
 # %%
 start = {
@@ -118,7 +120,9 @@ start = {
     "scales": torch.ones(K),
 }
 base = AutoNormal(model, init_loc_fn=init_to_value(values=start))
-guide = ps.AutoSymmetrized(base, symmetry, tolerance=0)  # the average in every step, as it is recorded
+guide = ps.AutoSymmetrized(
+    base, symmetry, tolerance=0
+)  # the average in every step, as it is recorded
 optimiser = ClippedAdam({"lr": 0.03, "lrd": 0.1 ** (1 / STEPS)})
 svi = SVI(model, guide, optimiser, ps.RecordedELBO(Trace_ELBO()))
 for _ in range(STEPS):
@@ -133,8 +137,8 @@ print(f"log 3! - gain            {gain.log_order - gain.estimate:9.1e} ({gain.me
 
 # %% [markdown]
 # ## Chains that start apart
-# Draws of the symmetrised guide are in a copy taken at random. Four chains of SG-MCMC at temperature 1, on
-# all the data, start there.
+# Draws of the symmetrised guide lie in random copies. Four chains of SG-MCMC at temperature 1, on all data,
+# start from such draws.
 
 # %%
 mcmc = ps.VectorizedMCMC(
@@ -150,13 +154,12 @@ mcmc.run(y)
 draws = mcmc.get_samples(group_by_chain=True)
 
 # %% [markdown]
-# `align` gives all draws the same labels, without looking at the truth. The labels that all draws share are
-# still arbitrary; the `reference` chooses those, by one renaming for all draws, so that state 0 is the one
-# that we call calm.
+# `align` gives all draws the same labels, without using the truth. These common labels are still arbitrary;
+# the `reference` fixes them by renaming the states once for all draws, so that state 0 is the calm one.
 #
-# Functions of a draw go along. How much time the process spends in each state in the long run is the
-# stationary distribution; the mean duration of a stay in state k is 1/(1 − p_kk). Both need labels. How often
-# the process *changes its state* in the long run does not: it is the same number for all six copies.
+# We also export functions of a draw. The stationary distribution is the share of time spent in each state in
+# the long run; the mean duration of a stay in state k is 1/(1 − p_kk). Both need labels. How often the
+# process *changes its state* in the long run does not: it is the same number for all six copies.
 
 
 # %%
@@ -181,7 +184,9 @@ alignment = ps.align(draws, symmetry, group_by_chain=True, reference=truth)
 
 def exported(samples: dict[str, Tensor], names: list[str]) -> Dataset:
     coords = {"state": names, "to": names}
-    idata = ps.from_pyro(samples, model=model, args=(y,), functions=functions, dims=dims, coords=coords)
+    idata = ps.from_pyro(
+        samples, model=model, args=(y,), functions=functions, dims=dims, coords=coords
+    )
     return ps.dataset(idata, "posterior")
 
 
@@ -196,8 +201,8 @@ print(f"least confidence of a draw's labels: {float(alignment.confidence.min()):
 
 # %% [markdown]
 # ## Against the truth
-# Means, and central 95 % intervals, of the aligned draws. Even a perfect sampler's intervals would miss now
-# and then.
+# The table shows means and central 95 % intervals of the aligned draws. Even the intervals of a perfect
+# sampler miss the truth sometimes.
 
 # %%
 targets = truth | {name: function(truth) for name, function in functions.items()}
@@ -211,8 +216,13 @@ for name, target in targets.items():
         label = f"{name} " + " -> ".join(STATES[k] for k in i)
         interval = f"[{float(low[i]):.2f}, {float(high[i]):.2f}]"
         mark = "" if covered[name][i] else "  misses"
-        print(f"{label:<28}{float(target[i]):>8.2f}{float(values[:, *i].mean()):>8.2f}{interval:>20}{mark}")
-hits, parameters = (sum(int(count(covered[name])) for name in truth) for count in (torch.sum, torch.numel))
+        print(
+            f"{label:<28}{float(target[i]):>8.2f}{float(values[:, *i].mean()):>8.2f}"
+            f"{interval:>20}{mark}"
+        )
+hits, parameters = (
+    sum(int(count(covered[name])) for name in truth) for count in (torch.sum, torch.numel)
+)
 print(f"{hits} of {parameters} parameters are covered")
 
 # %%
@@ -234,7 +244,9 @@ for panel, (title, matrix) in zip(panels, matrices.items(), strict=True):
     for i in range(K):
         for j in range(K):
             value = float(matrix[i, j])
-            panel.text(j, i, f"{value:.2f}", ha="center", va="center", color="k" if value > 0.6 else "w")
+            panel.text(
+                j, i, f"{value:.2f}", ha="center", va="center", color="k" if value > 0.6 else "w"
+            )
     panel.set(title=title, xticks=range(K), yticks=range(K), xticklabels=names, yticklabels=names)
     panel.set(xlabel="to state")
 panels[0].set_ylabel("from state")
@@ -243,8 +255,8 @@ figure.savefig(OUT / "transitions.png", dpi=150)
 
 # %% [markdown]
 # ## Numbering the states by an order
-# The usual cure is to number states by their means, or by their scales. It works if that coordinate
-# separates *all* the states, and here neither does: calm and wild share the mean, calm and shifted the scale.
+# The usual remedy is to number states by their means or by their scales. It works if this coordinate
+# separates *all* states, and here neither does: calm and wild share the mean, calm and shifted the scale.
 
 # %%
 labellings = {
@@ -277,27 +289,35 @@ def spread(labelling: ps.Alignment, site: str) -> float:
 
 
 print(
-    f"{'labels by':<24}{'R-hat':>8}{'sd of mean':>12}{'sd of scale':>13}{'in doubt':>10}{'as by align':>13}"
+    f"{'labels by':<24}{'R-hat':>8}{'sd of mean':>12}{'sd of scale':>13}"
+    f"{'in doubt':>10}{'as by align':>13}"
 )
 for name, labelling in labellings.items():
     print(
         f"{name:<24}{worst_r_hat(labelling):>8.3f}{spread(labelling, 'locs'):>12.3f}"
-        f"{spread(labelling, 'scales'):>13.3f}{in_doubt(labelling):>10.1%}{agreement(labelling):>13.1%}"
+        f"{spread(labelling, 'scales'):>13.3f}{in_doubt(labelling):>10.1%}"
+        f"{agreement(labelling):>13.1%}"
     )
 
 # %% [markdown]
-# Ordered by their means, calm and wild take turns, and the scale of "state 0" is that of one of them here and
-# of the other there. Ordered by their scales, calm and shifted take turns. **R-hat sees neither**, as all
-# chains are wrong alike. The confidence does.
+# In the order of means, calm and wild swap places from draw to draw, so the scale of "state 0" belongs to
+# either of them. In the order of scales, calm and shifted swap. **R-hat notices neither**, because all chains
+# have the same error. The confidence does.
 
 # %%
-figure, panels = plt.subplots(1, 3, figsize=(10, 3.6), sharex=True, sharey=True, layout="constrained")
+figure, panels = plt.subplots(
+    1, 3, figsize=(10, 3.6), sharex=True, sharey=True, layout="constrained"
+)
 for panel, (title, labelling) in zip(panels, labellings.items(), strict=True):
-    for k, (colour, marker) in enumerate(zip(("#0072B2", "#E69F00", "#009E73"), "os^", strict=True)):
+    for k, (colour, marker) in enumerate(
+        zip(("#0072B2", "#E69F00", "#009E73"), "os^", strict=True)
+    ):
         means, scales = (
             labelling.samples[site][:, :: DRAWS // 80, k].flatten() for site in ("locs", "scales")
         )
-        panel.scatter(means, scales, s=9, alpha=0.5, color=colour, marker=marker, label=f"state {k}")
+        panel.scatter(
+            means, scales, s=9, alpha=0.5, color=colour, marker=marker, label=f"state {k}"
+        )
     panel.set(title=title, xlabel="mean of a state")
 panels[0].set_ylabel("scale of a state")
 panels[0].legend(loc="upper right", markerscale=2)
@@ -311,10 +331,14 @@ by_means, by_scales = (labellings[f"order of {name}"] for name in ("means", "sca
 assert repr(symmetry) == repr(ps.Permutation({"trans": (-2, -1), "locs": -1, "scales": -1}))
 assert refused, "the rows of the transition matrix alone are no symmetry"
 assert gain.method == "exact", "the average is over all six relabellings"
-assert abs(gain.estimate - gain.log_order) < 1e-3, "states that lie apart: the gain is all of log 3!"
+assert abs(gain.estimate - gain.log_order) < 1e-3, (
+    "states that lie apart: the gain is all of log 3!"
+)
 for name in truth:
     assert r_hats[name][0] > 1.2, f"raw {name}: the chains disagree about the labels"
-    assert r_hats[name][1] < (1.3 if SMALL else 1.1), f"aligned {name}: they agree about everything else"
+    assert r_hats[name][1] < (1.3 if SMALL else 1.1), (
+        f"aligned {name}: they agree about everything else"
+    )
 assert torch.allclose(*(torch.tensor(data["change"].values) for data in (raw, aligned))), (
     "no label, no change"
 )
@@ -324,6 +348,10 @@ assert error < 0.1 and error < 0.8 * raw_error, "aligned means are nearer the tr
 for ordered, site, what in ((by_means, "scales", "means"), (by_scales, "locs", "scales")):
     assert in_doubt(ordered) > 0.05, f"the order of {what} leaves labels in doubt"
     assert agreement(ordered) < 0.95, f"and it gives other labels for many draws, by {what}"
-    assert spread(ordered, site) > 1.5 * spread(alignment, site), f"states are mixed up by their {what}"
-    assert worst_r_hat(ordered) < worst_r_hat(alignment) + 0.1, f"and R-hat does not see it, by {what}"
+    assert spread(ordered, site) > 1.5 * spread(alignment, site), (
+        f"states are mixed up by their {what}"
+    )
+    assert worst_r_hat(ordered) < worst_r_hat(alignment) + 0.1, (
+        f"and R-hat does not see it, by {what}"
+    )
 print("all claims hold")

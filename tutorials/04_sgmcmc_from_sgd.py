@@ -1,22 +1,22 @@
 # %% [markdown]
 # # SG-MCMC from SGD: the same loop, and one number
 #
-# You have a training loop that works: a learning rate, a momentum, minibatches. It ends in one set of
-# weights, without a word on how far the data determine them. Stochastic-gradient MCMC is the same loop with
-# noise added, and it answers that, if step size, temperature and minibatches are right; if not, it
-# answers wrongly, and nothing crashes.
+# You have a training loop that works: a learning rate, a momentum, minibatches. It returns one set of
+# weights, and doesn't tell how well the data determine them. Stochastic-gradient MCMC is the same loop with
+# added noise and does tell, if step size, temperature and minibatches are right. If they are not, the answer
+# is wrong and nothing crashes.
 #
 # This tutorial takes a logistic regression on the breast-cancer data of scikit-learn, and
 #
 # 1. runs `torch.optim.SGD` and a sampler at temperature 0, and compares their paths;
-# 2. turns the temperature up to 1, and gets the posterior;
-# 3. gets a wrong posterior from minibatches, reads that off the temperatures where R-hat sees nothing, says
-#    where the heat comes from, and mends it in two ways;
-# 4. takes a step that is too large, and sees it;
+# 2. sets the temperature to 1, and gets the posterior;
+# 3. gets a wrong posterior from minibatches, which the temperatures show and R-hat doesn't, explains where
+#    the heat comes from, and fixes it in two ways;
+# 4. takes a step that is too large, and shows how to notice;
 # 5. uses a `DataLoader`, a deep ensemble and a cyclical schedule;
 # 6. checks its own claims.
 #
-# Run it with `python tutorials/04_sgmcmc_from_sgd.py`; it leaves a figure in `sgd/`.
+# Run it with `python tutorials/04_sgmcmc_from_sgd.py`; it writes a figure to `sgd/`.
 
 # %%
 from __future__ import annotations
@@ -47,8 +47,8 @@ OUT.mkdir(exist_ok=True)
 
 # %% [markdown]
 # ## The loop that you have
-# 569 tumours, 30 measurements, benign or malignant. The loss is the mean over the data, and weight decay
-# keeps the weights finite. Here each step sees all the data; minibatches come later.
+# The data are 30 measurements of 569 tumours, benign or malignant. The loss is the mean over the data, and
+# weight decay keeps the weights finite. Each step uses all data; minibatches come later.
 
 # %%
 cancer = load_breast_cancer()
@@ -59,7 +59,9 @@ LR, MOMENTUM, PRIOR = 0.8, 0.9, 1.0
 
 weight = torch.zeros(D, requires_grad=True)
 bias = torch.zeros((), requires_grad=True)
-optimiser = torch.optim.SGD([weight, bias], lr=LR, momentum=MOMENTUM, weight_decay=1 / (N * PRIOR**2))
+optimiser = torch.optim.SGD(
+    [weight, bias], lr=LR, momentum=MOMENTUM, weight_decay=1 / (N * PRIOR**2)
+)
 path = []
 for _ in range(200):
     optimiser.zero_grad()
@@ -101,15 +103,15 @@ for Kernel in (ps.BAOA, ps.SGHMC):
 
 # %% [markdown]
 # ## Temperature 1
-# Between optimiser and posterior there is one number. The sampler's own terms are physical: a step size h in
-# time and a friction γ per time. A learning rate is about the square of a step, and it is for the *mean*
-# loss, hence the N:
+# Only one number differs between optimiser and posterior. The sampler's own parameters are physical: a step
+# size h in units of time and a friction γ per unit of time. A learning rate is roughly the square of a step
+# size, for the *mean* loss, hence the N:
 #
 # $$h = \sqrt{\frac{2 \, \mathrm{lr}}{N (1 + \mu)}}, \qquad \gamma = -\frac{\ln \mu}{h}.$$
 #
-# Halving the learning rate is a step 0.7 times as long. And T multiplies the whole joint: p(θ, D)^(1/T). At
-# T = 1 it is the posterior whatever N is. Code that adds noise to the *mean* loss needs T/N in its place;
-# without it the temperature is N times too high, and a Gaussian posterior √N times too wide.
+# Half the learning rate means a step 0.7 times as long. T tempers the whole joint: p(θ, D)^(1/T). At T = 1
+# the target is the posterior, whatever N is. Code that adds noise to the *mean* loss needs T/N in its place;
+# otherwise the temperature is N times too high, and a Gaussian posterior √N times too wide.
 
 # %%
 kernel = ps.BAOA.from_sgd(model, temperature=1.0, **sgd)
@@ -137,25 +139,28 @@ exact = run(kernel, x, y)
 
 # %% [markdown]
 # ## Minibatches, and what they do to the temperature
-# With `subsample_size` the plate draws its rows anew in each step, and scales their likelihood up. The
-# gradient is unbiased, but noisy, and the noise of the minibatch adds to that of the sampler: it *heats* the
-# chain. How much can be said beforehand. If V is the variance of a coordinate of the gradient, friction takes
-# out what the minibatches put in at
+# With `subsample_size` the plate draws new rows in each step and scales up their likelihood. The gradient is
+# unbiased but noisy, and the noise of the minibatch adds to that of the sampler: it *heats* the chain. The
+# effect can be predicted. If V is the variance of a coordinate of the gradient, heating and friction balance
+# at
 #
 # $$T_{\text{kinetic}} \approx 1 + \frac{h V}{2 \gamma}, \qquad
 #   V = \frac{N (N - B)}{B} \, \operatorname{var}_n(g_n),$$
 #
-# with the variance over rows of their gradients g, at batches of B rows. There are two ways out:
+# with the variance over rows of their gradients g, in batches of B rows. There are two remedies:
 #
 # * a smaller step: with the same momentum, half the step doubles the friction, so the heat is a quarter;
 # * **control variates**: the gradient is centred at a mode, where it is known on all data, and the minibatch
-#   estimates the difference only. V is then of the differences. Each step evaluates the batch twice.
+#   estimates only the difference. V is then the variance of the differences. Each step evaluates the batch
+#   twice.
 
 
 # %%
 def temperature(mcmc: ps.VectorizedMCMC) -> float:
     statistics = mcmc.diagnostics()["sample_stats"]
-    return float(torch.stack([chain["kinetic_temperature"].mean() for chain in statistics.values()]).mean())
+    return float(
+        torch.stack([chain["kinetic_temperature"].mean() for chain in statistics.values()]).mean()
+    )
 
 
 def width(mcmc: ps.VectorizedMCMC) -> float:
@@ -195,8 +200,8 @@ runs = {
 }
 
 # %% [markdown]
-# A `DataLoader` does as well as a plate. Its batches become the model's arguments, and the model has to say
-# how many rows there are in all.
+# A `DataLoader` works as well as a subsampled plate. Its batches become the model's arguments, and the model
+# must state the total number of rows.
 
 
 # %%
@@ -208,7 +213,9 @@ def on_batch(x: Tensor, y: Tensor) -> None:
 
 
 loader = DataLoader(TensorDataset(x, y), batch_size=BATCH, shuffle=True, drop_last=True)
-runs["... by a DataLoader"] = run(ps.BAOA.from_sgd(on_batch, temperature=1.0, batches=loader, **sgd))
+runs["... by a DataLoader"] = run(
+    ps.BAOA.from_sgd(on_batch, temperature=1.0, batches=loader, **sgd)
+)
 
 low, high = ps.kinetic_band(1.0, D + 1)
 kernels = dict(zip(runs, (kernel, kernel, half_step, variates, kernel), strict=True))
@@ -223,24 +230,25 @@ for name, mcmc in runs.items():
         f"{name:<22}{temperature(mcmc):>12.3f}{foreseen[name]:>10.3f}{explained[name]:>11.3f}"
         f"{width(mcmc):>8.3f}{r_hat(mcmc):>8.3f}"
     )
-print(f"(single draws at T = 1: 99 % between {low:.2f} and {high:.2f}; their mean is much closer to 1)")
+print(f"(single draws at T = 1: 99 % between {low:.2f} and {high:.2f}; their mean is closer to 1)")
 
 # %% [markdown]
-# Two columns hold the formula: *foreseen*, with V at draws of the posterior, and *explained*, with V at the
-# run's own draws. A hot chain strays to where the gradients of the rows differ more, and that heats it
-# further: where the heat is large what is foreseen is too little.
+# Two columns evaluate the formula: *foreseen* with V at draws of the posterior, and *explained* with V at the
+# run's own draws. A hot chain reaches regions where the gradients of the rows differ more, which heats it
+# further: where the heat is large, the prediction is too low.
 #
-# Plate and loader run too hot, and their posterior is too wide. R-hat doesn't tell: the chains agree with
-# each other, on the wrong law. Half the step, which is a quarter of the learning rate, and control variates,
-# at the same learning rate and with the same minibatches, take most of the excess away. Half the step has a
-# price: with twice the friction the chains move a quarter as far in as many steps, and that R-hat does see.
+# Plate and loader run too hot, and their posterior is too wide. R-hat doesn't show it: the chains agree with
+# each other on the wrong distribution. Half the step, which is a quarter of the learning rate, removes most
+# of the excess; so do control variates, at the same learning rate and with the same minibatches. Half the
+# step has a price: with twice the friction the chains move a quarter as far in the same number of steps, and
+# R-hat does show that.
 #
 # ## A step that is too large
-# At T = 0 a learning rate is too large when the loss explodes. On a Gaussian of curvature λ optimiser and
-# BAOA are stable up to h²λ = 4, and up to there BAOA has the right variance. Where the posterior isn't
-# Gaussian there is an error of the order of h²: halve the step, run again, and compare. Past the limit the
-# temperature is off by orders of magnitude. The gradients of a logistic likelihood are bounded, so nothing
-# overflows; where they aren't, a `DivergenceError` names chain, step, site.
+# At T = 0 a learning rate is too large when the loss explodes. On a Gaussian of curvature λ, optimiser and
+# BAOA are stable up to h²λ = 4, and BAOA has the right variance up to there. If the posterior isn't Gaussian,
+# there is an error of order h²: halve the step, run again, and compare. Beyond the limit the temperature is
+# wrong by orders of magnitude. The gradients of a logistic likelihood are bounded, so nothing overflows; if
+# they were not, a `DivergenceError` would name chain, step and site.
 
 # %%
 p = torch.sigmoid(x @ weight.detach() + bias.detach())
@@ -254,33 +262,40 @@ for factor in (1, 16, 256):
     large = exact if factor == 1 else run(scaled, x, y)
     by_step[factor], limits[factor] = temperature(large), scaled.step_size**2 * curvature
     print(
-        f"lr {LR * factor:>6.1f}, h²λ = {limits[factor]:>6.2f}: kinetic temperature {by_step[factor]:>8.3f}, "
+        f"lr {LR * factor:>6.1f}, h²λ = {limits[factor]:>6.2f}: "
+        f"kinetic temperature {by_step[factor]:>8.3f}, "
         f"width {width(large):>6.3f}"
     )
 
 # %% [markdown]
 # ## Deep ensembles, and cycles
-# `deep_ensemble` trains members side by side, each from its own start. At T = 0 they are SGD. This loss is
-# strictly convex, so it has one minimum, they all end there, and their spread says nothing about the
-# posterior. The same call at T = 1 draws from it.
+# `deep_ensemble` trains members side by side, each from its own start. At T = 0 they are runs of SGD. This
+# loss is strictly convex, so all members end at its one minimum, and their spread says nothing about the
+# posterior. The same call at T = 1 draws from the posterior.
 #
 # `Cyclical` holds step size and temperature in one object: each cycle explores at T = 0 with a large step,
-# then samples at T = 1 with smaller ones. With one mode there is nothing to explore, and each cycle loses the
-# spread that the last one had and has to find it again. The kernel knows from its friction how long that
-# takes: until then draws are recorded with a temperature of NaN. Draws to keep are those at a positive one.
+# then samples at T = 1 with smaller ones. With one mode there is nothing to explore, and each cycle loses its
+# spread and must regain it. The kernel knows from its friction how long that takes; until then it records
+# draws with a temperature of NaN. Keep the draws with a positive temperature.
 
 # %%
 members = {}
 for T in (0.0, 1.0):
     pyro.set_rng_seed(2)
-    ensemble = ps.deep_ensemble(model, x, y, num_members=CHAINS, num_steps=600, temperature=T, **sgd)
+    ensemble = ps.deep_ensemble(
+        model, x, y, num_members=CHAINS, num_steps=600, temperature=T, **sgd
+    )
     members[T] = width(ensemble)
     print(f"deep ensemble, T = {T}: spread of the members {members[T]:.3f} of the posterior's")
 
 cycle = ps.Cyclical(
     peak=kernel.step_size, period=100 * THINNING, sampling_fraction=0.5, floor=kernel.step_size / 4
 )
-options = {"step_size": cycle.step_size, "temperature": cycle.temperature, "friction": kernel.friction}
+options = {
+    "step_size": cycle.step_size,
+    "temperature": cycle.temperature,
+    "friction": kernel.friction,
+}
 cyclic = run(ps.BAOA(model, **options), x, y)
 at = torch.stack([c["temperature"] for c in cyclic.diagnostics()["sample_stats"].values()])
 cyclic_width = {}
@@ -308,14 +323,23 @@ left.set(xlabel=f"weight of '{cancer.feature_names[worst]}'", ylabel="density")
 left.legend(fontsize=8)
 names = list(runs)
 right.plot(
-    [temperature(runs[name]) for name in names], np.arange(len(names)), "o", label="kinetic temperature"
+    [temperature(runs[name]) for name in names],
+    np.arange(len(names)),
+    "o",
+    label="kinetic temperature",
 )
 right.plot(
-    [width(runs[name]) for name in names], np.arange(len(names)), "s", mfc="none", label="width / exact width"
+    [width(runs[name]) for name in names],
+    np.arange(len(names)),
+    "s",
+    mfc="none",
+    label="width / exact width",
 )
 right.axvline(1.0, color="0.5", linewidth=0.8)
 right.set(
-    xlabel="kinetic temperature, and width: both should be 1", yticks=np.arange(len(names)), yticklabels=names
+    xlabel="kinetic temperature, and width: both should be 1",
+    yticks=np.arange(len(names)),
+    yticklabels=names,
 )
 right.invert_yaxis()
 right.legend(fontsize=8)
@@ -330,7 +354,7 @@ hot, half, centred, loaded = list(runs)[1:]
 assert max(apart.values()) < 1e-10, "at T = 0 the sampler is SGD with momentum"
 assert abs(excess["all data"]) < 0.05, "on all data the sampler holds its temperature"
 for name in (hot, half, centred, loaded):
-    # The formula is of first order in γh, which is 0.1; the rest of the margin is for the runs' own noise.
+    # The formula is of first order in γh, which is 0.1; the rest of the margin is for noise.
     assert abs(excess[name] / (explained[name] - 1) - 1) < 0.3, f"{name}: the heat is that of V"
 assert excess[hot] > 0.5 and excess[loaded] > 0.5, "minibatches heat it, from a plate or a loader"
 assert excess[half] < 0.5 * excess[hot], "less so with smaller steps: a quarter is foreseen"
@@ -343,5 +367,7 @@ assert limits[16] < 4 < limits[256], "one step is within the limit of stability,
 assert abs(by_step[16] - 1) < 0.1 and by_step[256] > 10, "the temperature tells which is which"
 assert members[0.0] < 0.05 and members[1.0] > 0.7, "a cold ensemble of a convex loss has no spread"
 assert 0.9 < cyclic_width["to keep"] < 1.1, "draws to keep are as wide as the posterior"
-assert cyclic_width["on the way from T = 0"] < cyclic_width["to keep"] - 0.05, "the first of a phase are not"
+assert cyclic_width["on the way from T = 0"] < cyclic_width["to keep"] - 0.05, (
+    "the first of a phase are not"
+)
 print("all claims hold")

@@ -5,19 +5,19 @@
 #
 # $$\pi_T(\theta) \propto p(\theta, D)^{1/T},$$
 #
-# which is the posterior at T = 1, something sharper around the same modes below 1, and the modes alone at
-# T = 0. So one number leads from SGD (T = 0) to Bayes (T = 1), and it is natural to ask where on the way
-# predictions are best. Bayes' theorem says: at 1, if the model is right. Networks often do better below 1,
-# and Wenzel et al. (2020) gave it a name, the *cold posterior effect*.
+# which is the posterior at T = 1, more concentrated around the same modes below 1, and the modes alone at
+# T = 0. One number thus leads from SGD (T = 0) to Bayes (T = 1), and it is natural to ask at which value
+# predictions are best. By Bayes' theorem it is 1, if the model is right. Networks often predict better below
+# 1, which Wenzel et al. (2020) called the *cold posterior effect*.
 #
 # This tutorial
 #
 # 1. runs a small network on digits at three temperatures;
-# 2. checks that the chains have the temperature that they were told, and shows one that has not;
-# 3. finds a cold posterior effect, and makes it go away by giving the model data that it is right about;
+# 2. checks that the chains have the temperature that was asked for, and shows one that has not;
+# 3. finds a cold posterior effect, and removes it with data for which the model is right;
 # 4. checks its own claims.
 #
-# It leaves `cold_posteriors/kinetic.png` and `cold_posteriors/effect.png`. With the environment variable
+# It writes `cold_posteriors/kinetic.png` and `cold_posteriors/effect.png`. With the environment variable
 # `PYRO_SYM_TUTORIALS=small` it takes fewer steps.
 
 # %%
@@ -50,8 +50,7 @@ OUT.mkdir(exist_ok=True)
 
 # %% [markdown]
 # ## Digits, a network, a prior
-# 150 of scikit-learn's digits to learn from, the other 1,647 to test. With so few, it matters how a method
-# treats what it doesn't know.
+# We train on 150 of scikit-learn's digits and test on the other 1,647. With so few data, uncertainty matters.
 
 # %%
 digits = load_digits()
@@ -87,7 +86,12 @@ def tempered(
 ) -> ps.VectorizedMCMC:
     """Chains at a temperature, each from its own draw of the prior."""
     kernel = ps.BAOA.from_sgd(
-        model, lr=lr, momentum=0.9, num_data=N, temperature=temperature, init_strategy=init_to_sample
+        model,
+        lr=lr,
+        momentum=0.9,
+        num_data=N,
+        temperature=temperature,
+        init_strategy=init_to_sample,
     )
     mcmc = ps.VectorizedMCMC(
         kernel,
@@ -106,7 +110,9 @@ def loss(prediction: Prediction, y: Tensor) -> float:
 
 
 runs = {temperature: tempered(model, y, temperature) for temperature in TEMPERATURES}
-predictions = {temperature: model.predict(mcmc.get_samples(), test_x) for temperature, mcmc in runs.items()}
+predictions = {
+    temperature: model.predict(mcmc.get_samples(), test_x) for temperature, mcmc in runs.items()
+}
 print(f"{'on the test digits':<20}{'log loss':>10}{'accuracy':>10}{'confidence':>12}")
 for temperature, prediction in predictions.items():
     confidence, classes = prediction.probs.max(-1)
@@ -116,18 +122,18 @@ for temperature, prediction in predictions.items():
     )
 
 # %% [markdown]
-# The colder, the lower the loss: that is the effect. Compare the last two columns. At T = 1 the network is
-# right far more often than it says. Keep that in mind.
+# The colder the chains, the lower the loss: this is the effect. Compare the last two columns: at T = 1 the
+# network is right far more often than its probabilities say. We come back to that.
 #
 # ## Did the chains have their temperature?
-# Before a temperature is blamed for anything, look at the thermometer. At stationarity the momenta of a
+# First check the temperature of the chains. At stationarity the momenta of a
 # chain at temperature T are normal with variance T, so their mean square, the *kinetic temperature*, is T
 # times a χ² variable of d degrees of freedom over d. Every draw records it, and `kinetic_band` says where
 # it should be.
 #
-# What drives it away from T is the noise of minibatches: gradients of few rows vary, and the chain can't
-# tell that from the noise that it was meant to have. That heating doesn't depend on T, so it does the most
-# harm where T is small. It is proportional to the learning rate, and falls with the batch. Here is the run
+# The noise of minibatches raises it above T: gradients of few rows vary, and this noise adds to that of the
+# sampler. The heating doesn't depend on T, so it matters most where T is small. It is proportional to the
+# learning rate, and falls with the batch size. Here is the run
 # at T = 0.1 again, with five rows a step instead of 75.
 
 
@@ -152,13 +158,13 @@ for name, values in measured.items():
     print(f"{name:<26}{values.mean():>8.3f}" + (f"{share[name]:>26.0%}" if wanted else f"{'':>26}"))
 
 # %% [markdown]
-# With 75 rows a step nearly all draws are where they should be. SGD isn't quite at T = 0 either: what is
-# left is the noise of its minibatches. With five rows the chain is far too hot, at what it calls T = 0.1: a
-# cold posterior measured there would have been a warmer one. Use larger batches or a smaller learning rate,
-# or let the thermostat of `SGNHT` take up the heat.
+# With 75 rows a step nearly all draws are in the band. SGD isn't exactly at T = 0 either, because of the
+# noise of its minibatches. With five rows the chain is far hotter than its nominal T = 0.1, so a cold
+# posterior measured there would in fact be a warmer one. Use larger batches or a smaller learning rate, or
+# let the thermostat of `SGNHT` absorb the heat.
 #
-# On a Gaussian the kinetic temperature can't see a step size that is too large, on other targets it can: if
-# it is high on all rows, too, halve the step. The same report has a `configurational_temperature`, of
+# On a Gaussian the kinetic temperature doesn't depend on the step size; on other targets it does. If it is
+# too high even on all rows, halve the step. The same report has a `configurational_temperature`, of
 # positions.
 
 # %%
@@ -167,22 +173,26 @@ for panel, name in zip(panels, ("T = 0.1", "T = 0.1, 5 rows a step"), strict=Tru
     panel.axhspan(*ps.kinetic_band(0.1, dimension), color="0.85", label="99 % of draws at T = 0.1")
     panel.plot(measured[name].T, color="#0072B2", linewidth=0.8)
     panel.set(title=name, xlabel="draw")
-panels[0].set(ylabel="kinetic temperature", ylim=(0, 1.2 * measured["T = 0.1, 5 rows a step"].max()))
+panels[0].set(
+    ylabel="kinetic temperature", ylim=(0, 1.2 * measured["T = 0.1, 5 rows a step"].max())
+)
 panels[0].legend(loc="lower left")
 figure.savefig(OUT / "kinetic.png", dpi=150)
 
 # %% [markdown]
 # ## Why is colder better?
 # If weights were drawn from the prior and labels from the network with those weights, then no prediction
-# would have a lower expected loss than the posterior's at T = 1: this is what Bayes' theorem promises, for
-# any network and any prior. So where T = 0.1 predicts better, and the chains are at their temperature,
-# **the model is wrong about these data**: prior or likelihood.
+# would have a lower expected loss than the posterior's at T = 1. This follows from Bayes' theorem, for any
+# network and any prior. So if T = 0.1 predicts better, and the chains have their temperature, **the model is
+# wrong about these data**: its prior or its likelihood.
 #
-# We can test the promise. Keep the images, draw weights from the prior, let the network draw its own labels
-# for training and test, and run the same chains again. The loss is averaged over a few such worlds.
+# We can test this. Keep the images, draw weights from the prior, let the network draw its own labels for
+# training and test, and run the same chains again. The loss is averaged over a few such data sets.
 
 # %%
-losses: dict[str, list[list[float]]] = {"the digits": [[loss(p, test_y) for p in predictions.values()]]}
+losses: dict[str, list[list[float]]] = {
+    "the digits": [[loss(p, test_y) for p in predictions.values()]]
+}
 losses["labels drawn by the model"] = []
 whole = ps.BayesianModule(net, prior, Categorical())
 for _ in range(WORLDS):
@@ -191,38 +201,40 @@ for _ in range(WORLDS):
     own_y, own_test_y = labels[:N], labels[N:]
     losses["labels drawn by the model"].append(
         [
-            loss(model.predict(tempered(model, own_y, temperature).get_samples(), test_x), own_test_y)
+            loss(
+                model.predict(tempered(model, own_y, temperature).get_samples(), test_x), own_test_y
+            )
             for temperature in TEMPERATURES
         ]
     )
 mean = {name: np.mean(values, axis=0) for name, values in losses.items()}
-print(f"\n{'log loss':<28}" + "".join(f"{f'T = {temperature:g}':>10}" for temperature in TEMPERATURES))
+print(
+    f"\n{'log loss':<28}" + "".join(f"{f'T = {temperature:g}':>10}" for temperature in TEMPERATURES)
+)
 for name, values in mean.items():
     print(f"{name:<28}" + "".join(f"{value:>10.3f}" for value in values))
 
 # %% [markdown]
-# The same network, prior, images and chains, and the order is turned around: where the model is right,
-# cooling costs. So the effect was not about networks or samplers. It was about digits.
+# With the same network, prior, images and chains the order is reversed: where the model is right, cooling
+# increases the loss. So the effect was not caused by networks or samplers, but by the digits.
 #
-# What is wrong with the model there? Draws of this prior are networks in doubt: the labels that they make
-# are noisy. Real labels aren't: a digit got into the data because people agreed on what it is. Aitchison
-# (2021) puts it as a likelihood: if a label is kept only where S people agree on it, each row counts for S,
-# and the right posterior of that model is sharper than the one that counts it once. Lowering the
-# temperature counts rows more often, and the prior with them. That fits what we saw above: at T = 1 the
-# network was right more often than it said.
+# What is wrong with the model there? Draws from this prior are uncertain networks whose labels are noisy.
+# Real labels are not: a digit got into the data because people agreed on it. Aitchison (2021) writes this as
+# a likelihood: if a label is kept only where S people agree, each row counts S times, and the posterior of
+# that model is sharper than the one that counts each row once. Lowering the temperature counts rows, and the
+# prior, more often. This fits what we saw above: at T = 1 the network was right more often than it said.
 #
-# Izmailov et al. (2021) ran long full-batch HMC on large networks, and found next to no effect without data
-# augmentation. With it, it isn't clear how often a row counts that is seen in many versions, and so it isn't
-# clear which temperature is 1. And an approximation that is wrong in itself can look better cold: a
-# mean-field guide adds up the noise of all coordinates, and cooling takes it away. The study of cold
-# posteriors in the benchmarks measures this one.
+# Izmailov et al. (2021) ran long full-batch HMC on large networks, and found almost no effect without data
+# augmentation. With augmentation it isn't clear how often a row should count that is seen in many versions,
+# and so it isn't clear which temperature is 1. A poor approximation can also look better when cold: a
+# mean-field guide adds up the noise of all coordinates, and cooling reduces it. The study of cold posteriors
+# in the benchmarks measures this.
 #
-# So read a cold posterior effect as a question to the model. Which prior would make networks as sure as the
-# labels are? Are rows counted as often as they should be? Is the guide too coarse? A temperature chosen on
-# held-out data is an honest way to predict, but it is no posterior, and its uncertainty means what that
-# data made it mean.
+# A cold posterior effect therefore raises questions about the model. Which prior makes networks as certain as
+# the labels? Does each row count as often as it should? Is the guide too coarse? Choosing a temperature on
+# held-out data is a legitimate way to predict, but the result is not a posterior.
 #
-# In the figure the thick line is the mean of the thin ones, a draw of the prior each.
+# In the figure, each thin line is a draw of the prior, and the thick line is their mean.
 
 # %%
 figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
@@ -244,9 +256,13 @@ cold, warm = TEMPERATURES.index(0.1), TEMPERATURES.index(1.0)
 confidence, classes = predictions[1.0].probs.max(-1)
 for temperature in (0.1, 1.0):
     name = f"T = {temperature:g}"
-    assert abs(measured[name].mean() / temperature - 1) < 0.1, f"the chains at {name} hold their temperature"
+    assert abs(measured[name].mean() / temperature - 1) < 0.1, (
+        f"the chains at {name} hold their temperature"
+    )
 assert measured["T = 0.1, 5 rows a step"].mean() > 0.12, "small batches heat"
-assert mean["the digits"][cold] < mean["the digits"][warm], "on digits, T = 0.1 predicts better than T = 1"
+assert mean["the digits"][cold] < mean["the digits"][warm], (
+    "on digits, T = 0.1 predicts better than T = 1"
+)
 assert confidence.mean() < (classes == test_y).double().mean(), (
     "at T = 1 the network is right more than it says"
 )

@@ -49,7 +49,9 @@ def dead(folder: Path) -> list[tuple[str, str]]:
         Pairs of a page's name and a reference.
     """
     pages = {
-        path.resolve(): Page(path) for path in sorted(folder.rglob("*.html")) if "_static" not in path.parts
+        path.resolve(): Page(path)
+        for path in sorted(folder.rglob("*.html"))
+        if "_static" not in path.parts
     }
     found = []
     for path, page in pages.items():

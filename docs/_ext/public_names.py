@@ -21,9 +21,8 @@ def check(app: Sphinx, env: BuildEnvironment) -> None:
             continue
         for name in import_module(module).__all__:
             value = getattr(import_module(module), name)
-            canonical = (
-                f"{value.__module__}.{getattr(value, '__qualname__', name)}"  # of classes offered twice
-            )
+            # The name that Sphinx knows a class by that is offered twice.
+            canonical = f"{value.__module__}.{getattr(value, '__qualname__', name)}"
             if not described & {f"{module}.{name}", canonical}:
                 logger.warning(
                     "%s.%s is public and has no entry: add it to a table of docs/api", module, name

@@ -52,7 +52,9 @@ def studies() -> Iterator[str]:
         if (RESULTS / "studies" / f"{name}.json").exists():
             yield name
         elif (ROOT / "benchmarks" / "studies" / f"{name}.py").exists():
-            logger.warning("the study %s has no results: python -m benchmarks.studies %s", name, name)
+            logger.warning(
+                "the study %s has no results: python -m benchmarks.studies %s", name, name
+            )
 
 
 def benchmark_page() -> str:
@@ -61,7 +63,9 @@ def benchmark_page() -> str:
     if markdown is None:
         return ""
     sections = [markdown(path) for path in sorted(RESULTS.glob("*.json"))]
-    return "\n\n".join(["# Benchmarks", *sections]) + "\n"
+    # Wide tables: no table of contents beside them, and a smaller font (section#benchmarks in custom.css).
+    head = "---\nhtml_theme.sidebar_secondary.remove: true\n---\n\n# Benchmarks"
+    return "\n\n".join([head, *sections]) + "\n"
 
 
 def write(path: Path, text: str) -> None:

@@ -13,7 +13,9 @@ SCRIPTS = "[0-9][0-9]_*.py"
 def copy(app: Sphinx) -> None:
     """Copy the scripts that have changed into the sources of the pages, and drop those that are gone."""
     pages = Path(app.srcdir) / "tutorials"
-    scripts = {script.name: script for script in (Path(app.srcdir).parent / "tutorials").glob(SCRIPTS)}
+    scripts = {
+        script.name: script for script in (Path(app.srcdir).parent / "tutorials").glob(SCRIPTS)
+    }
     for page in pages.glob(SCRIPTS):
         if page.name not in scripts:
             page.unlink()

@@ -29,7 +29,11 @@ from torch import Tensor
 import pyro_sym as ps
 
 OUT = Path(__file__).resolve().parents[1] / "_static"
-COLOURS = ("#3f8fd2", "#e08a00", "#12a37f")  # told apart by colour-blind eyes, on white and on black
+COLOURS = (
+    "#3f8fd2",
+    "#e08a00",
+    "#12a37f",
+)  # told apart by colour-blind eyes, on white and on black
 INK = {"light": "#323232", "dark": "#ced6dd"}
 K, CHAINS, DRAWS, ELBO_DRAWS = 3, 4, 250, 600
 NODES, RADIUS = 32, 6.0  # of the quadrature; half its box in standard deviations
@@ -60,7 +64,9 @@ def fit(guide: Any, x: Tensor, steps: int = 400) -> tuple[float, float]:
 def mean_field() -> AutoNormal:
     """A mean-field guide that starts at three guesses."""
     return AutoNormal(
-        model, init_loc_fn=init_to_value(values={"locs": torch.tensor([1.5, 4.3, 5.5])}), init_scale=0.05
+        model,
+        init_loc_fn=init_to_value(values={"locs": torch.tensor([1.5, 4.3, 5.5])}),
+        init_scale=0.05,
     )
 
 
@@ -74,12 +80,16 @@ def log_evidence(x: Tensor, draws: dict[str, Tensor]) -> float:
     axes = [c + RADIUS * s * nodes for c, s in zip(centre, spread, strict=True)]
     log_weight = (RADIUS * spread).log().sum() + torch.cartesian_prod(*[weights.log()] * 4).sum(-1)
     # log N(x | loc, scale) for all data, nodes of a mean and nodes of the scale.
-    normals = [dist.Normal(a[:, None], axes[3].exp()).log_prob(x.double()[:, None, None]) for a in axes[:3]]
+    normals = [
+        dist.Normal(a[:, None], axes[3].exp()).log_prob(x.double()[:, None, None]) for a in axes[:3]
+    ]
     log_likelihood = torch.zeros(NODES, NODES, NODES, NODES, dtype=torch.float64)
     for first, second, third in zip(*normals, strict=True):
         pair = torch.logaddexp(first[:, None], second[None])
         log_likelihood += torch.logaddexp(pair[:, :, None], third[None, None]) - np.log(3)
-    log_prior = sum(dist.Normal(4.0, 2.0).log_prob(a) for a in torch.meshgrid(*axes[:3], indexing="ij"))
+    log_prior = sum(
+        dist.Normal(4.0, 2.0).log_prob(a) for a in torch.meshgrid(*axes[:3], indexing="ij")
+    )
     log_prior = log_prior[..., None] + dist.Normal(-1.0, 0.5).log_prob(axes[3])
     whole = (log_likelihood + log_prior).flatten() + log_weight
     return float(whole.logsumexp(0)) + float(np.log(6))
@@ -119,7 +129,9 @@ def trace(draws: np.ndarray, title: str, name: str) -> None:
             )
         for chain in range(1, CHAINS):
             axes.axvline(chain * DRAWS, color=ink, linewidth=0.6, alpha=0.5)
-        axes.set_xticks([(c + 0.5) * DRAWS for c in range(CHAINS)], [f"chain {c + 1}" for c in range(CHAINS)])
+        axes.set_xticks(
+            [(c + 0.5) * DRAWS for c in range(CHAINS)], [f"chain {c + 1}" for c in range(CHAINS)]
+        )
         axes.tick_params(axis="x", length=0)
         axes.set_ylabel("mean petal length, cm", color=ink, fontsize=10)
         axes.set_title(title, color=ink, fontsize=12)
@@ -131,7 +143,9 @@ def bounds(plain: float, symmetrised: float, evidence: float) -> None:
     for background, ink in INK.items():
         figure, axes = canvas(ink)
         for y, (value, colour) in enumerate([(symmetrised, COLOURS[2]), (plain, COLOURS[1])]):
-            axes.barh(y, evidence - value, left=value - evidence, height=0.5, color=colour, alpha=0.35)
+            axes.barh(
+                y, evidence - value, left=value - evidence, height=0.5, color=colour, alpha=0.35
+            )
             axes.plot([value - evidence] * 2, [y - 0.25, y + 0.25], color=colour, linewidth=3)
             short = f"{evidence - value:.2f} nats short "
             axes.text(0, y + 0.32, short, ha="right", color=ink)
@@ -167,25 +181,38 @@ def main() -> None:
     data = ps.from_pyro(mcmc, symmetry=symmetry)
     raw, aligned = (ps.dataset(data, group)["locs"] for group in ("posterior", "posterior_aligned"))
     worst, best = (
-        float(az.rhat(ps.dataset(data, g))["locs"].max()) for g in ("posterior", "posterior_aligned")
+        float(az.rhat(ps.dataset(data, g))["locs"].max())
+        for g in ("posterior", "posterior_aligned")
     )
     evidence = log_evidence(
-        x, {n: torch.tensor(ps.dataset(data, "posterior_aligned")[n].values) for n in ("locs", "scale")}
+        x,
+        {
+            n: torch.tensor(ps.dataset(data, "posterior_aligned")[n].values)
+            for n in ("locs", "scale")
+        },
     )
     levels = sorted(
         (float(m), RADIUS * float(s))
-        for m, s in zip(aligned.mean(("chain", "draw")), aligned.std(("chain", "draw")), strict=True)
+        for m, s in zip(
+            aligned.mean(("chain", "draw")), aligned.std(("chain", "draw")), strict=True
+        )
     )
     for (low, below), (high, above) in pairwise(levels):
         if low + below > high - above:
-            raise RuntimeError(f"the box of the quadrature holds more than one copy of the mode: {levels}")
+            raise RuntimeError(
+                f"the box of the quadrature holds more than one copy of the mode: {levels}"
+            )
 
     trace(raw.values, f"raw draws: R-hat {worst:.2f}", "landing_raw")
     trace(aligned.values, f"aligned draws: R-hat {best:.2f}", "landing_aligned")
     bounds(plain, symmetrised, evidence)
-    print(f"largest R-hat of a mean: {worst:.3f} raw, {best:.3f} aligned, {CHAINS} chains of {DRAWS} draws")
+    print(
+        f"largest R-hat of a mean: {worst:.3f} raw, {best:.3f} aligned, {CHAINS} chains of {DRAWS} draws"
+    )
     print(f"log evidence {evidence:.3f}")
-    print(f"ELBO {plain:.3f} ± {plain_error:.3f} plain, {symmetrised:.3f} ± {error:.3f} averaged over 3!")
+    print(
+        f"ELBO {plain:.3f} ± {plain_error:.3f} plain, {symmetrised:.3f} ± {error:.3f} averaged over 3!"
+    )
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from pyro_sym.alignment.assignment import assign, second_best
-from pyro_sym.alignment.descent import LEAST_GAIN
+from pyro_sym.alignment.descent import is_lower
 from pyro_sym.alignment.result import Alignment, Draws
 from pyro_sym.errors import SymmetryError
-from pyro_sym.symmetry.base import Symmetry
-from pyro_sym.symmetry.elementary import Permutation
+from pyro_sym.symmetry.assignment import assign, second_best
+from pyro_sym.symmetry.base import Group
+from pyro_sym.symmetry.nearest import LEAST_GAIN
 
 __all__ = ["align_allocations"]
 
@@ -29,7 +29,7 @@ CHUNK_NUMEL = 2**20
 
 def align_allocations(
     samples: Mapping[str, Tensor],
-    symmetry: Symmetry,
+    symmetry: Group,
     probabilities: Probabilities | Tensor,
     *,
     method: Method = "kl",
@@ -119,7 +119,7 @@ def align_allocations(
     if method not in get_args(Method):
         raise ValueError(f"method is {method!r}; pass one of {', '.join(map(repr, get_args(Method)))}")
     draws = Draws(samples, symmetry, group_by_chain)
-    if len(draws.flat.members) != 1 or not isinstance(draws.flat.members[0], Permutation):
+    if len(draws.flat.members) != 1 or not draws.flat.members[0].relabels:
         raise SymmetryError(
             f"allocations tell the labels of one Permutation, and nothing of the other members of "
             f"{symmetry!r}; pass that permutation alone, or use align"
@@ -143,7 +143,7 @@ def align_allocations(
             start.finish(entropy)
     best = starts[0]
     for start in starts[1:]:
-        if best.objective[-1] - start.objective[-1] > LEAST_GAIN * (1 + abs(best.objective[-1])):
+        if is_lower(start.objective[-1], best.objective[-1]):
             best = start
     if not best.converged:
         warnings.warn(
@@ -169,9 +169,7 @@ class _Stream:
     @classmethod
     def of(cls, draws: Draws, probabilities: Probabilities | Tensor, chunk_size: int | None) -> _Stream:
         count = torch.Size(draws.batch_shape).numel()
-        member = draws.flat.members[0]
-        assert isinstance(member, Permutation)
-        size = member.size(draws.descent().draws)
+        size = draws.flat.members[0].size(draws.descent().draws)
         if isinstance(probabilities, Tensor):
             lead = tuple(probabilities.shape[: draws.batch_ndim])
             if lead != draws.batch_shape:

@@ -6,18 +6,16 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from pyro_sym.alignment.descent import Moments
 from pyro_sym.alignment.result import Alignment, Draws
 from pyro_sym.errors import SymmetryError
-from pyro_sym.symmetry.base import Symmetry
-from pyro_sym.symmetry.elementary import Permutation
+from pyro_sym.symmetry.base import Group
 
 __all__ = ["align_by_order"]
 
 
 def align_by_order(
     samples: Mapping[str, Tensor],
-    symmetry: Symmetry,
+    symmetry: Group,
     site: str,
     index: tuple[int, ...] = (),
     *,
@@ -64,7 +62,7 @@ def align_by_order(
     movers = [
         (i, member.axes[site])
         for i, member in enumerate(draws.flat.members)
-        if isinstance(member, Permutation) and site in member.axes
+        if member.relabels and site in member.axes
     ]
     if len(movers) != 1 or len(movers[0][1]) != 1:
         raise SymmetryError(
@@ -79,11 +77,11 @@ def align_by_order(
             f"index {index} does not fit site {site!r}, whose axes but for {axis} have sizes {others}; give "
             "one index for each"
         )
-    elements = list(
-        draws.flat.symmetry.identity({s: v[0] for s, v in descent.draws.items()}, (descent.num_draws,))
-    )
+    elements = list(descent.start().elements)
     where: tuple[slice | int, ...] = (slice(None), *index)
     elements[member] = coordinates[where].argsort(dim=-1, stable=True)
     state = descent.at(tuple(elements))
-    objective = Moments.of(state.images).objective(state.images)
-    return draws.aligned(state.elements, [objective], converged=True, margin=descent.margin(state))
+    moments = descent.moments(state.images)
+    margin = descent.margin(state.images, moments)
+    objective = [descent.objective(state.images, moments)]
+    return draws.aligned(state.elements, objective, converged=True, margin=margin)

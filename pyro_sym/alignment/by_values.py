@@ -8,16 +8,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pyro_sym.alignment.descent import LEAST_GAIN, Descent, Moments, Run
+from pyro_sym.alignment.descent import Run
 from pyro_sym.alignment.result import Alignment, Draws
-from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.base import Group
 
 __all__ = ["align"]
 
 
 def align(
     samples: Mapping[str, Tensor],
-    symmetry: Symmetry,
+    symmetry: Group,
     *,
     group_by_chain: bool = False,
     reference: Mapping[str, Tensor] | None = None,
@@ -133,11 +133,13 @@ def align(
         unmoved = torch.zeros(1, dtype=torch.float64)
         return Alignment(dict(samples), symmetry.identity({}), unmoved, True, sure)
     descent = draws.descent()
-    if pivot is not None:
-        run = _matched(descent, draws.point("pivot", pivot), num_restarts)
+    if pivot is not None:  # all coordinates weigh alike once they are scaled
+        state = descent.closest(descent.at_point(draws.point("pivot", pivot)), num_restarts)
+        run = Run(state, [descent.objective(state.images, descent.moments(state.images))], True)
     else:
-        run = _descended(descent, num_references, num_restarts, max_sweeps)
-    state, margin = run.state, descent.margin(run.state)
+        run = descent.best_run(num_references, num_restarts, max_sweeps)
+    state = run.state
+    margin = descent.margin(state.images, descent.moments(state.images))
     if reference is not None:
         state = draws.moved_to(state, reference, num_restarts)
     if not run.converged:
@@ -147,21 +149,3 @@ def align(
             stacklevel=2,
         )
     return draws.aligned(state.elements, run.objective, converged=run.converged, margin=margin)
-
-
-def _descended(descent: Descent, num_references: int, num_restarts: int, max_sweeps: int) -> Run:
-    """The best of several starts, refined."""
-    best: Run | None = None
-    for start in descent.starts(num_references):
-        run = descent.run(start, max_sweeps)
-        if best is None or best.objective[-1] - run.objective[-1] > LEAST_GAIN * (1 + abs(run.objective[-1])):
-            best = run
-    assert best is not None
-    return descent.refine(best, num_restarts, max_sweeps)
-
-
-def _matched(descent: Descent, pivot: dict[str, Tensor], num_restarts: int) -> Run:
-    """Every draw brought closest to a point, all coordinates weighing alike once they are scaled."""
-    ones = {site: torch.ones_like(value) for site, value in pivot.items()}
-    state = descent.closest(Moments(pivot, ones), num_restarts)
-    return Run(state, [Moments.of(state.images).objective(state.images)], True)

@@ -8,18 +8,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pyro_sym.alignment.descent import (
-    Descent,
-    Moments,
-    _Block,
-    _blocks,
-    _double,
-    _pieces,
-    _rows,
-)
+from pyro_sym.alignment.descent import in_double
 from pyro_sym.alignment.result import Draws
-from pyro_sym.symmetry.base import Symmetry
-from pyro_sym.symmetry.product import Product
+from pyro_sym.symmetry.base import Group
+from pyro_sym.symmetry.blocks import Moments
 
 __all__ = ["distance_to_copy", "distance_to_mode"]
 
@@ -27,7 +19,7 @@ __all__ = ["distance_to_copy", "distance_to_mode"]
 def distance_to_mode(
     samples: Mapping[str, Tensor],
     mode: Mapping[str, Tensor],
-    symmetry: Symmetry,
+    symmetry: Group,
     *,
     group_by_chain: bool = False,
     num_restarts: int = 6,
@@ -77,17 +69,15 @@ def distance_to_mode(
     squares = torch.zeros(math.prod(draws.batch_shape), dtype=torch.float64)
     mean = draws.point("mode", mode)
     if flat.members:
-        # Undoes the scaling of sites, so that all coordinates weigh alike.
-        variance = {s: (1 / draws.scaling.scale[s].square()).expand_as(value) for s, value in mean.items()}
-        moments = Moments(mean, variance)
+        moments = Moments(mean, draws.scaling.native_variance(mean))
         squares += moments.distance(draws.descent().closest(moments, num_restarts).images)
     for site in mode.keys() - flat.symmetry.axes.keys():
-        gap = _double(samples, batch_ndim)[site] - _double(mode, 0)[site]
+        gap = in_double(samples, batch_ndim)[site] - in_double(mode, 0)[site]
         squares += gap.reshape(len(gap), -1).square().sum(-1)
     return squares.sqrt().reshape(draws.batch_shape)
 
 
-def distance_to_copy(values: Mapping[str, Tensor], symmetry: Symmetry) -> float:
+def distance_to_copy(values: Mapping[str, Tensor], symmetry: Group) -> float:
     r"""How far a point is from the nearest of its own other copies.
 
     .. math::
@@ -123,44 +113,9 @@ def distance_to_copy(values: Mapping[str, Tensor], symmetry: Symmetry) -> float:
         Gelberg, van der Ouderaa, van der Wilk and Gal (2024), "Variational inference failures under model
         symmetries" (arXiv 2408.05496), theorem 3.1, for the order of magnitude.
     """
-    one = {site: value.unsqueeze(0) for site, value in values.items()}
-    flat = Draws(one, symmetry, False).flat
-    if not flat.members:
+    draws = Draws({site: value.unsqueeze(0) for site, value in values.items()}, symmetry, False)
+    if not draws.flat.members:
         return math.inf
-    point = _double(flat.view({site: one[site] for site in symmetry.sites}), 1)
-    squares = [_nearest_square(flat.symmetry, block, point) for block in _blocks(flat.symmetry)]
-    return math.sqrt(max(min(squares), 0.0))
-
-
-def _nearest_square(group: Product, block: _Block, point: dict[str, Tensor]) -> float:
-    """The squared distance to the nearest image by a swap of two units or a flip of one, in one block."""
-    if not block.is_linear:
-        return _by_trial(group, block, point)
-    unsigned: Tensor | float = 0.0
-    signed: dict[int, Tensor] = {}
-    norms: Tensor | float = 0.0
-    flips: dict[int, Tensor] = {}
-    for piece in _pieces(group, block, diagonal=False):
-        units = _rows(point[piece.site], piece.axes)[0]
-        norms = norms + units.square().sum(-1)
-        if piece.sign is None:
-            unsigned = unsigned + units @ units.T
-        else:
-            signed[piece.sign] = signed.get(piece.sign, 0.0) + units @ units.T
-            flips[piece.sign] = flips.get(piece.sign, 0.0) + 4 * units.square().sum(-1)
-    squares = [float(flip.min()) for flip in flips.values()]
-    assert isinstance(norms, Tensor)
-    if block.permutation is not None and len(norms) > 1:
-        products = unsigned + sum(product.abs() for product in signed.values())
-        pairs = norms + norms.unsqueeze(-1) - 2 * products
-        squares.append(2 * float(pairs.fill_diagonal_(math.inf).min()))
-    return min(squares, default=math.inf)
-
-
-def _by_trial(group: Product, block: _Block, point: dict[str, Tensor]) -> float:
-    """The same where a swap moves one site along several axes, so that its distance is no sum over units."""
-    descent = Descent(group, point)
-    current = {site: point[site] for site in block.axes}
-    still = Moments(current, {site: torch.ones_like(value) for site, value in current.items()})
-    steps = descent._small_steps(block, 1)
-    return min((float(still.distance(descent._act(step, current))) for step in steps), default=math.inf)
+    descent, point = draws.descent(), draws.point("point", values)
+    moments = Moments(point, draws.scaling.native_variance(point))
+    return math.sqrt(2 * float(descent.margin(descent.draws, moments)))  # d(e) = 0, so d(g) is the difference

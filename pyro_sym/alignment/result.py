@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_sym.alignment.descent import Descent, Moments, Scaling, State
-from pyro_sym.errors import SymmetryError
-from pyro_sym.symmetry.base import Element, Symmetry
-from pyro_sym.symmetry.flat import FlatGroup, flatten, nest
+from pyro_sym.alignment.descent import Descent, Scaling
+from pyro_sym.symmetry.base import Element, Group, map_element
+from pyro_sym.symmetry.flat import FlatGroup, nest, normal_form
+from pyro_sym.symmetry.nearest import NUM_RESTARTS, State
 
 __all__ = ["Alignment", "Draws"]
 
@@ -101,7 +101,7 @@ class Draws:
 
     Args:
         samples: draws by site, of shape ``(num_samples, *shape)``, or ``(num_chains, num_samples, *shape)``.
-        symmetry: a group of permutations and sign flips.
+        symmetry: a group that can be aligned.
         group_by_chain: whether a chain dim stands in front.
 
     Attributes:
@@ -109,28 +109,22 @@ class Draws:
         batch_shape: the number of draws, as a shape.
 
     Raises:
-        SymmetryError: if the symmetry can't act on the draws, or is of a kind that can't be aligned.
+        SymmetryError: if the symmetry can't act on the draws.
         ValueError: if there are no draws, sites disagree on their number, or a draw is not finite.
     """
 
-    def __init__(self, samples: Mapping[str, Tensor], symmetry: Symmetry, group_by_chain: bool) -> None:
+    def __init__(self, samples: Mapping[str, Tensor], symmetry: Group, group_by_chain: bool) -> None:
         self.samples, self.symmetry = samples, symmetry
         self.batch_ndim = 2 if group_by_chain else 1
         self.batch_shape = self._checked_batch_shape()
-        flat = flatten(symmetry)
-        if flat is None:
-            raise SymmetryError(
-                f"align works modulo Permutation, SignFlip and products and views of them, not modulo "
-                f"{symmetry!r}"
-            )
-        self.flat: FlatGroup = flat
-        viewed = flat.view({site: samples[site] for site in symmetry.sites})
-        self.scaling = Scaling.of(flat.symmetry, viewed, self.batch_ndim)
+        self.flat: FlatGroup = normal_form(symmetry)
+        viewed = self.flat.view({site: samples[site] for site in symmetry.sites})
+        self.scaling = Scaling.of(self.flat.symmetry, viewed, self.batch_ndim)
         self._scaled = self.scaling(viewed, self.batch_ndim)
 
     def descent(self) -> Descent:
         """Of the scaled draws."""
-        return Descent(self.flat.symmetry, self._scaled)
+        return Descent(self.flat.symmetry, self._scaled, self.scaling.spread)
 
     def point(self, name: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A point given by the user, checked, viewed and scaled; ``name`` is what errors call it."""
@@ -146,27 +140,35 @@ class Draws:
                 )
             if not values[site].isfinite().all():
                 raise ValueError(f"site {site!r} of the {name} is not finite")
-        return self.scaling(self.flat.view({site: values[site] for site in self.symmetry.sites}), 0)
+        point = self.scaling(self.flat.view({site: values[site] for site in self.symmetry.sites}), 0)
+        return {site: value[0] for site, value in point.items()}
 
-    def moved_to(self, state: State, reference: Mapping[str, Tensor], num_restarts: int = 6) -> State:
+    def moved_to(
+        self, state: State, reference: Mapping[str, Tensor], num_restarts: int = NUM_RESTARTS
+    ) -> State:
         """One element more for all draws, whose inverse brings the reference closest to the mean."""
         group = self.flat.symmetry
-        one = Descent(group, self.point("reference", reference))
-        to_mean = one.closest(Moments.of(state.images), num_restarts)
-        shared = tuple(part.expand(len(state.elements[0]), -1) for part in group.inverse(to_mean.elements))
+        point = {site: value.unsqueeze(0) for site, value in self.point("reference", reference).items()}
+        one = Descent(group, point, self.scaling.spread)
+        to_mean = one.closest(self.descent().moments(state.images), num_restarts).elements
+        count = len(next(iter(state.images.values())))
+        shared = map_element(lambda part: part.expand(count, *part.shape[1:]), group.inverse(to_mean))
         return state._replace(elements=group.compose(shared, state.elements))
 
     def aligned(
         self, elements: Element, objective: list[float], *, converged: bool, margin: Tensor
     ) -> Alignment:
         """The result, from elements of the flat group."""
-        nested = nest(
-            self.symmetry,
-            (
-                part.reshape(*self.batch_shape, -1).to(self.samples[member.sites[0]].device)
-                for member, part in zip(self.flat.members, elements, strict=True)
-            ),
-        )
+        placed = [
+            map_element(
+                lambda part, site=member.sites[0]: part.reshape(*self.batch_shape, *part.shape[1:]).to(
+                    self.samples[site].device
+                ),
+                several,
+            )
+            for member, several in zip(self.flat.members, elements, strict=True)
+        ]
+        nested = nest(self.symmetry, placed)
         with torch.no_grad():
             images = self.symmetry.act(nested, self.samples)
         path = torch.tensor(objective, dtype=torch.float64)

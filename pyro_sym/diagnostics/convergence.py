@@ -1,8 +1,7 @@
-"""R-hat and effective sample size of raw draws beside aligned ones, of some coordinates of each variable."""
+"""R-hat and effective sample size of raw and aligned draws, of some coordinates of each variable."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,29 +13,31 @@ from torch import Tensor
 
 from pyro_sym import _arviz
 from pyro_sym.export.api import dataset
+from pyro_sym.export.attrs import read_attr
+from pyro_sym.export.names import legal
 
 if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
-__all__ = ["Draws", "convergence", "has_group"]
+__all__ = ["FiniteChains", "convergence", "has_group"]
 
-# ArviZ wants as many draws a chain, and R-hat as many chains.
+# ArviZ needs this many draws a chain, and R-hat this many chains.
 LEAST_DRAWS, LEAST_CHAINS = 4, 2
 SEED = 0x5EED
 
 
 @dataclass(frozen=True)
-class Draws:
-    """The draws of an export that are looked at, from chains that are finite.
+class FiniteChains:
+    """The chains of an export whose draws are finite, and some coordinates of their draws.
 
     Attributes:
         data: the export.
-        chains: positions of the chains.
+        chains: indices of the chains.
         sizes: number of coordinates by variable.
-        raw: by variable, some of its coordinates, with dims ``(chain, draw, coordinate)``.
+        raw: by variable, some of its coordinates, of shape ``(chain, draw, coordinate)``.
         aligned: the same coordinates of the aligned draws, if there are any.
-        notes: what was left out.
+        notes: sentences on chains and coordinates that were left out.
     """
 
     data: Any
@@ -47,14 +48,8 @@ class Draws:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, data: Any, var_names: Collection[str] | None, most: int | None) -> Draws:
-        """Read the draws.
-
-        Args:
-            data: the export.
-            var_names: variables, by default all.
-            most: the most coordinates of one variable.
-        """
+    def of(cls, data: Any, var_names: Collection[str] | None, max_coordinates: int | None) -> FiniteChains:
+        """Read the named variables of an export, or all, and at most so many coordinates of each."""
         posterior = dataset(data, "posterior")
         names = list(posterior.data_vars) if var_names is None else list(var_names)
         for name in names:
@@ -63,8 +58,8 @@ class Draws:
         sizes = {name: math.prod(posterior[name].shape[2:]) for name in names}
         names = [name for name in names if sizes[name]]
         if not names:
-            raise ValueError("there is no variable to look at")
-        raw = {name: _some(posterior[name], most) for name in names}
+            raise ValueError("there is no variable with coordinates to report on")
+        raw = {name: _coordinates(posterior[name], max_coordinates) for name in names}
         computed = _deterministic(data)
         by_name = {
             name: np.isfinite(value).all((1, 2))
@@ -81,17 +76,15 @@ class Draws:
                 f"chains {np.flatnonzero(~finite).tolist()} are left out: not finite in {', '.join(at_fault)}"
             )
         if "guide" in data.attrs:
-            notes.append("draws of a guide are independent: that they mix says nothing of its fit")
+            notes.append("draws of a guide are independent: that they mix says nothing about its fit")
         elif finite.sum() < LEAST_CHAINS:
-            notes.append("there is one chain, so no R-hat: run more, from other starts")
+            notes.append("there is one chain, so no R-hat: run several chains from different starts")
         aligned = None
         if has_group(data, "posterior_aligned"):
             moved = dataset(data, "posterior_aligned")
-            aligned = {name: _some(moved[name], most)[finite] for name in names}
+            aligned = {name: _coordinates(moved[name], max_coordinates)[finite] for name in names}
         raw = {name: value[finite] for name, value in raw.items()}
-        for (
-            name
-        ) in names:  # a deterministic site may be infinite, or filled up with NaN, in chains that are fine
+        for name in names:  # deterministic sites may be infinite or padded with NaN in finite chains
             both = [raw[name]] if aligned is None else [raw[name], aligned[name]]
             kept = np.isfinite(np.concatenate(both)).all((0, 1))
             if kept.all():
@@ -108,30 +101,23 @@ class Draws:
         return cls(data, chains, sizes, raw, aligned, tuple(notes))
 
     def stats(self) -> xr.Dataset | None:
-        """The statistics of these chains, if there are any."""
+        """Statistics of the draws of these chains, if there are any."""
         if not has_group(self.data, "sample_stats"):
             return None
         return dataset(self.data, "sample_stats").isel(chain=self.chains)
 
     def tensor(self, group: str, site: str) -> Tensor:
-        """All coordinates of a site, of these chains."""
-        return torch.from_numpy(dataset(self.data, group)[site.replace("/", ".")].values[self.chains])
+        """All coordinates of a site in these chains, of shape ``(chain, draw, *shape)``."""
+        return torch.from_numpy(dataset(self.data, group)[legal(site)].values[self.chains])
 
 
-def convergence(draws: Draws, functions: Collection[str]) -> pd.DataFrame:
-    """R-hat and effective sample sizes, the worst of each variable.
-
-    Args:
-        draws: what to look at.
-        functions: the variables that are functions of draws, not sites.
-
-    Returns:
-        A table by variable.
-    """
+def convergence(draws: FiniteChains) -> pd.DataFrame:
+    """A table by variable: R-hat and effective sample sizes of its worst coordinate."""
     import pandas as pd
 
     table = pd.DataFrame(index=pd.Index(list(draws.raw), name="variable"))
-    kinds = dict.fromkeys(_deterministic(draws.data), "deterministic") | dict.fromkeys(functions, "function")
+    kinds = dict.fromkeys(_deterministic(draws.data), "deterministic")
+    kinds |= dict.fromkeys(read_attr(draws.data, "functions", []), "function")
     table["kind"] = [kinds.get(name, "site") for name in draws.raw]
     table["size"] = [draws.sizes[name] for name in draws.raw]
     table["looked_at"] = [value.shape[-1] for value in draws.raw.values()]
@@ -145,11 +131,11 @@ def convergence(draws: Draws, functions: Collection[str]) -> pd.DataFrame:
 
 def _deterministic(data: Any) -> set[str]:
     """The variables that the model computes from its latent sites."""
-    return set(json.loads(data.attrs.get("deterministic", "[]")))
+    return set(read_attr(data, "deterministic", []))
 
 
 def _diagnosed(values: dict[str, np.ndarray]) -> dict[str, list[float]]:
-    """Columns of the table, for one kind of draws."""
+    """Columns of the table, for raw or aligned draws."""
     import xarray as xr
 
     az = _arviz.load()
@@ -164,32 +150,32 @@ def _diagnosed(values: dict[str, np.ndarray]) -> dict[str, list[float]]:
         bulk = az.ess(variables, method="bulk") if fits else unknown
         tail = az.ess(variables, method="tail") if fits else unknown
     return {
-        "r_hat": [_of(np.max, r_hat[name]) for name in values],
-        "r_hat_median": [_of(np.median, r_hat[name]) for name in values],
-        "ess_bulk": [_of(np.min, bulk[name]) for name in values],
-        "ess_tail": [_of(np.min, tail[name]) for name in values],
+        "r_hat": [_over_known(np.max, r_hat[name]) for name in values],
+        "r_hat_median": [_over_known(np.median, r_hat[name]) for name in values],
+        "ess_bulk": [_over_known(np.min, bulk[name]) for name in values],
+        "ess_tail": [_over_known(np.min, tail[name]) for name in values],
     }
 
 
-def _of(statistic: Any, values: Any) -> float:
-    """A statistic of the coordinates that have one; a constant coordinate has no R-hat."""
+def _over_known(statistic: Any, values: Any) -> float:
+    """A statistic over the coordinates with a value; a constant coordinate has no R-hat."""
     known = np.asarray(values)
     known = known[~np.isnan(known)]
     return float(statistic(known)) if known.size else math.nan
 
 
-def _some(variable: xr.DataArray, most: int | None) -> np.ndarray:
-    """All coordinates, or as many as are wanted, of shape ``(chain, draw, coordinate)``."""
+def _coordinates(variable: xr.DataArray, most: int | None) -> np.ndarray:
+    """All coordinates, or a fixed random subset of ``most``, of shape ``(chain, draw, coordinate)``."""
     import xarray as xr
 
     shape = variable.shape[2:]
     size = math.prod(shape)
     if most is None or size <= most:
         return variable.values.reshape(*variable.shape[:2], size)
-    # Random, as evenly spaced ones may all be of one row of a matrix; the same in each call.
+    # Evenly spaced coordinates could all be in one row of a matrix.
     chosen = np.sort(np.random.default_rng(SEED).choice(size, most, replace=False))
-    places = zip(variable.dims[2:], np.unravel_index(chosen, shape), strict=True)
-    picked = variable.isel({dim: xr.DataArray(where, dims="coordinate") for dim, where in places})
+    indices = zip(variable.dims[2:], np.unravel_index(chosen, shape), strict=True)
+    picked = variable.isel({dim: xr.DataArray(where, dims="coordinate") for dim, where in indices})
     return picked.transpose(*variable.dims[:2], "coordinate").values
 
 

@@ -1,4 +1,4 @@
-"""Temperatures along the principal directions of draws: what a mean over coordinates hides."""
+"""Temperatures along principal directions of draws, which a mean over coordinates hides."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pyro_sym.diagnostics.score import checked_pair
 from pyro_sym.diagnostics.temperatures import mean_band
 
 if TYPE_CHECKING:
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["directional_temperatures"]
 
 LEAST = 8
-"""Draws of a half, at least."""
+"""The least number of draws in a half."""
 
 SUBSTANTIAL = 0.1
-"""What a direction has to be off by, relatively, to be warned of."""
+"""A warning needs a relative error of at least this."""
 
 
 def directional_temperatures(
@@ -34,38 +35,36 @@ def directional_temperatures(
     r"""Configurational temperatures along the principal directions of draws, relative to the target's.
 
     For every fixed direction :math:`v` and centre :math:`c`, and the score :math:`s = \nabla \log p_T` of the
-    target, partial integration gives for draws of it
+    target, integration by parts gives for draws :math:`u` of the target
 
     .. math::
 
         T_v = -\mathbb E \left[ v^\top (u - c) \; v^\top s(u) \right] = 1.
 
-    On a Gaussian, along an axis of the draws that is one of the target, too, :math:`T_v` is the variance of
-    the draws over that of the target: 0.7 means that the standard deviation is 0.84 of what it should be. The
-    kinetic and configurational temperatures of a run are means over coordinates, and pass where some
-    directions are too hot and others too cold. So it is with :class:`~pyro_sym.SGNHT`, whose thermostat fixes
-    the mean, where minibatches bring more noise in one direction than in another.
+    On a Gaussian, along a principal axis of both the draws and the target, :math:`T_v` is the variance of the
+    draws over that of the target: 0.7 means that the standard deviation is 0.84 of what it should be. The
+    kinetic and configurational temperatures of a run are means over coordinates, which can be right while
+    some directions are too hot and others too cold. This happens with :class:`~pyro_sym.SGNHT`, whose
+    thermostat fixes the mean, where minibatch noise differs by direction.
 
-    Directions and centre are those of one half of the draws, and temperatures are taken over the other half,
-    and the other way round: chains are halved, or a single chain in the middle. So no direction is chosen for
-    the draws it is judged by, and the temperatures have no bias. Directions of both halves are paired by
-    their rank. The band is that of the report's other temperatures
-    (:func:`~pyro_sym.diagnostics.temperatures.mean_band`), for all directions at once: its probability is
-    :math:`1 - (1 - \text{probability}) / k` for each of :math:`k`.
+    Directions and centre come from one half of the draws (half of the chains, or of a single chain), and
+    temperatures from the other half; then the halves are swapped. So temperatures are unbiased: directions do
+    not depend on the draws that they are evaluated on. Directions of both halves are paired by rank. The band
+    is :func:`~pyro_sym.diagnostics.temperatures.mean_band`, for all :math:`k` directions at once: each has
+    the probability :math:`1 - (1 - \text{probability}) / k`.
 
     Args:
         draws: unconstrained values, of shape ``(n, d)``, as :func:`unconstrained_score` returns them: one
             chain after the other.
         score: of the target there, on all data, of the same shape.
         num_chains: :math:`C`; each has ``n / C`` draws.
-        max_directions: of more directions than this the widest half and the narrowest half of so many are
-            taken.
-        probability: that no direction is outside of its band, if all is right.
+        max_directions: of more directions the widest and the narrowest are used, half of this number each.
+        probability: that no direction is outside of its band if the draws are from the target.
 
     Returns:
         A table by direction, the widest first: ``sd``, the spread of the draws along it, ``temperature``,
         its band ``temperature_low`` and ``temperature_high``, and whether it is ``temperature_inside``
-        (missing, if the draws are too few to say).
+        (missing if there are too few draws).
 
     Raises:
         ValueError: if shapes disagree, something is not finite, or there are fewer than 8 draws a half.
@@ -92,7 +91,7 @@ def directional_temperatures(
     bases = [_basis(own, max_directions) for own, _ in halves]
     count = min(len(axes) for axes, _ in bases)
     if count == 0:
-        raise ValueError("the draws are all alike in half of the chains; they have no direction")
+        raise ValueError("the draws of half of the chains are all equal, and have no principal direction")
     series, spreads = [], []
     for (own, slope), (axes, centre) in zip(halves, reversed(bases), strict=True):
         along, pull = (own - centre) @ axes[:count].mT, slope @ axes[:count].mT  # (chains, draws, directions)
@@ -131,28 +130,15 @@ def _warn(table: pd.DataFrame, off: pd.Series, mean: float) -> None:
 
 def _by_chain(draws: Tensor, score: Tensor, num_chains: int) -> tuple[Tensor, Tensor]:
     """Both as float64 of shape ``(C, n, d)``."""
-    if draws.dim() != 2 or draws.shape != score.shape:
-        raise ValueError(
-            f"draws have shape {tuple(draws.shape)} and the score {tuple(score.shape)}; pass (n, d) for both"
-        )
-    if num_chains < 1 or len(draws) % num_chains:
-        raise ValueError(
-            f"num_chains is {num_chains}; the {len(draws)} draws have to be of so many chains of one length"
-        )
-    for what, value in {"draws": draws, "score": score}.items():
-        bad = ~value.isfinite().all(-1)
-        if bad.any():
-            raise ValueError(
-                f"{what} are not finite, first at {int(bad.nonzero()[0])}; leave such chains out"
-            )
-    u, s = (value.detach().double().cpu().unflatten(0, (num_chains, -1)) for value in (draws, score))
+    pair = checked_pair(draws, score, num_chains)
+    u, s = (value.cpu().unflatten(0, (num_chains, -1)) for value in pair)
     if u.shape[0] * u.shape[1] < 2 * LEAST or u.shape[2] == 0:
         raise ValueError(f"there are {len(draws)} draws of {u.shape[2]} values; pass {2 * LEAST} at least")
     return u, s
 
 
 def _halves(u: Tensor, s: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Chains by halves, or the halves of one chain."""
+    """Every other chain and the rest, or the halves of a single chain."""
     chains, draws = u.shape[:2]
     if chains > 1:
         return [(u[::2], s[::2]), (u[1::2], s[1::2])]
@@ -161,11 +147,11 @@ def _halves(u: Tensor, s: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def _basis(u: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Principal directions as rows, the widest first, and the mean."""
-    flat = u.flatten(0, 1)
+    """Principal directions of shape ``(k, d)``, the widest first, and the mean."""
+    flat = u.flatten(0, 1)  # (C * n, d)
     centre = flat.mean(0)
     _, spread, axes = torch.linalg.svd(flat - centre, full_matrices=False)
-    known = int((spread > 1e-10 * spread[0]).sum())  # centred draws span one direction less than there are
+    known = int((spread > 1e-10 * spread[0]).sum())  # n centred draws span at most n - 1 directions
     if known <= most:
         return axes[:known], centre
     return axes[[*range(most - most // 2), *range(known - most // 2, known)]], centre

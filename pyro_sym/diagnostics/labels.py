@@ -1,4 +1,4 @@
-"""What alignment did to the labels, and how sure it was."""
+"""How often alignment changed labels, and how sure it was."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyro_sym.diagnostics.convergence import Draws
+from pyro_sym.diagnostics.convergence import FiniteChains
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -17,11 +17,8 @@ __all__ = ["confidence", "relabelling"]
 CONFIDENCE = "alignment_confidence"
 
 
-def relabelling(draws: Draws) -> pd.DataFrame | None:
-    """How the elements that alignment chose vary: within a chain, that is how often labels switched.
-
-    Args:
-        draws: what to look at.
+def relabelling(draws: FiniteChains) -> pd.DataFrame | None:
+    """How the elements that alignment chose vary over draws; within a chain they change as labels switch.
 
     Returns:
         A table by part of the group, or ``None`` if nothing was aligned.
@@ -45,15 +42,8 @@ def relabelling(draws: Draws) -> pd.DataFrame | None:
     return pd.DataFrame.from_dict(rows, orient="index") if rows else None
 
 
-def confidence(draws: Draws) -> pd.DataFrame | None:
-    """A summary over draws of how sure the alignment was, if the export says so.
-
-    Args:
-        draws: what to look at.
-
-    Returns:
-        A table of one row, or ``None``.
-    """
+def confidence(draws: FiniteChains) -> pd.DataFrame | None:
+    """A summary over draws of how sure the alignment was, in one row, or ``None`` if nothing was aligned."""
     import pandas as pd
 
     stats = draws.stats()

@@ -1,4 +1,4 @@
-"""Two plots that ArviZ doesn't have: an orbit before and after alignment, temperatures and their bands."""
+"""Two plots that ArviZ does not have: an orbit before and after alignment, and temperatures."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyro_sym.diagnostics.convergence import Draws, has_group
-from pyro_sym.diagnostics.run_attrs import kernel_temperature, unconstrained_sizes
-from pyro_sym.diagnostics.temperatures import KINDS, by_site
+from pyro_sym.diagnostics.convergence import FiniteChains, has_group
+from pyro_sym.diagnostics.temperatures import kernel_temperature, series_by_kind, unconstrained_sizes
 from pyro_sym.export.api import dataset
 from pyro_sym.sgmcmc.thermometers import kinetic_band
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["plot_orbit", "plot_temperatures"]
 
 Coordinate = str | tuple[str, Mapping[str, Any]]
-"""A variable of one dim at most, or a variable with what to select of the others, by dim and label."""
+"""A variable of at most one dim, or a variable and the labels to select along its other dims."""
 
 MOST_IN_LEGEND = 10
 COLOURS = {"kinetic": "C0", "configurational": "C1"}
@@ -35,18 +34,18 @@ def plot_orbit(
 ) -> np.ndarray:
     """Scatter two coordinates of each unit, before and after alignment.
 
-    With coordinates that have a dim of units, say two weights into each hidden unit, every unit is a point of
-    every draw, in a colour of its own: mixed in the raw draws, and one cloud a colour where alignment told
-    units apart. From the eleventh unit on colours repeat. Without such a dim every draw is one point, in the
-    colour of its chain, and the copies of a mode are clouds.
+    If the coordinates have a dim of units, say two weights into each hidden unit, every draw gives a point
+    for each unit, coloured by unit: colours are mixed in the raw draws, and form one cloud each where
+    alignment told the units apart. Colours repeat from the eleventh unit on. Without such a dim every draw is
+    one point, coloured by chain, and the copies of a mode are clouds.
 
     Args:
         data: what :func:`~pyro_sym.from_pyro` returned, with a symmetry.
-        x: the horizontal coordinate: a variable with at most one dim, or a pair of its name and what to
-            select of its dims, ``("weight", {"weight_dim_0": 0})``.
-        y: the vertical one, with the same dim of units. By default, of a variable with a dim of units, the
-            first unit is shown against the second.
-        max_points: the most points in a panel; draws are thinned evenly.
+        x: the horizontal coordinate: the name of a variable with at most one dim, or a pair of a name and
+            the labels to select along its dims, ``("weight", {"weight_dim_0": 0})``.
+        y: the vertical coordinate, with the same dim of units. By default the first unit of ``x`` is plotted
+            against the second.
+        max_points: the largest number of points in a panel; draws are thinned evenly.
         axes: two matplotlib axes to draw on; by default those of a new figure.
 
     Returns:
@@ -54,8 +53,8 @@ def plot_orbit(
 
     Raises:
         KeyError: if there is no such variable.
-        ValueError: if nothing was aligned, or a coordinate has more than one dim, or other units than the
-            other one.
+        ValueError: if nothing was aligned, a coordinate has more than one dim, or the two have different
+            units.
 
     Example:
         >>> from pyro_sym.diagnostics import plot_orbit
@@ -81,7 +80,7 @@ def plot_orbit(
         if own:
             ax.label_outer()
     if len(points_by) <= MOST_IN_LEGEND:
-        # Beside the points: they may be anywhere.
+        # Outside of the axes, so that it covers no points.
         axes[1].legend(title=what, loc="center left", bbox_to_anchor=(1.0, 0.5), markerscale=2, frameon=False)
     return axes
 
@@ -89,12 +88,13 @@ def plot_orbit(
 def plot_temperatures(
     data: Any, *, temperature: float | None = None, probability: float = 0.99, ax: Axes | None = None
 ) -> Axes:
-    r"""Temperatures of a run by site, each against the band of single draws.
+    r"""Plot temperatures of a run by site, with the band of single draws.
 
-    A site has a line from the 5 % to the 95 % quantile of its draws, with their mean as a point, for the
-    kinetic and, below it, the configurational temperature. The grey box is :func:`~pyro_sym.kinetic_band`:
-    where the kinetic temperature of one draw should be, so lines of kinetic temperatures inside of it are
-    right. Of the configurational temperature only the mean should be :math:`T`, the dashed line.
+    For each site a line goes from the 5 % to the 95 % quantile over draws, with the mean as a point: the
+    kinetic temperature and, below it, the configurational one. The grey box is
+    :func:`~pyro_sym.kinetic_band`, where the kinetic temperature of one draw should be: the lines of kinetic
+    temperatures should lie inside. For the configurational temperature only the mean should be :math:`T`, the
+    dashed line.
 
     Args:
         data: what :func:`~pyro_sym.from_pyro` returned, of a run of one of this package's kernels.
@@ -106,7 +106,7 @@ def plot_temperatures(
         The axes.
 
     Raises:
-        ValueError: if the run keeps no temperatures.
+        ValueError: if the run recorded no temperatures.
 
     Example:
         >>> from pyro_sym.diagnostics import plot_temperatures
@@ -126,12 +126,10 @@ def plot_temperatures(
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
-    draws = Draws.of(data, None, 1)
-    stats = draws.stats()
-    series = {} if stats is None else {kind: by_site(stats, kind) for kind in KINDS}
+    series = series_by_kind(FiniteChains.of(data, None, 1).stats())
     sites = list(dict.fromkeys(site for several in series.values() for site in several))
     if not sites:
-        raise ValueError("the run keeps no temperatures; those of this package's kernels do")
+        raise ValueError("the run recorded no temperatures; runs of this package's kernels do")
     target = temperature if temperature is not None else kernel_temperature(data)
     sizes = unconstrained_sizes(data)
     if ax is None:
@@ -158,7 +156,7 @@ def plot_temperatures(
         if sizes:
             handles.append(Patch(color="0.88", label=f"{probability:.0%} of kinetic draws"))
     ax.set_yticks(range(len(sites)), [f"{site} ({sizes[site]})" if site in sizes else site for site in sites])
-    ax.use_sticky_edges = False  # bands end inside of the axes
+    ax.use_sticky_edges = False  # leave a margin around the bands
     ax.set_ylim(len(sites) - 0.4, -0.6)  # the first site on top
     ax.set_xlabel("temperature")
     ax.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
@@ -166,16 +164,16 @@ def plot_temperatures(
 
 
 def _pair(posterior: Any, x: Coordinate, y: Coordinate | None) -> tuple[Any, Any]:
-    """Draws of both coordinates, of shape ``(chain, draw)`` or ``(chain, draw, unit)``, with their labels."""
+    """Both coordinates, of shape ``(chain, draw)`` or ``(chain, draw, unit)``, each with its label."""
     across, label = _coordinate(posterior, x)
     if y is None:
         if across.ndim < 3 or across.shape[2] < 2:
-            raise ValueError(f"{x!r} has no two units to show against each other; pass y")
+            raise ValueError(f"{x!r} has no two units to plot against each other; pass y")
         labels = [f"{label}[{unit}]" for unit in across[across.dims[2]].values[:2]]
         return (across[..., 0], labels[0]), (across[..., 1], labels[1])
     up, other = _coordinate(posterior, y)
     if across.shape != up.shape:
-        raise ValueError(f"{x!r} and {y!r} have shapes {across.shape} and {up.shape}; they must be alike")
+        raise ValueError(f"{x!r} and {y!r} have shapes {across.shape} and {up.shape}; they must be equal")
     return (across, label), (up, other)
 
 
@@ -186,14 +184,14 @@ def _coordinate(posterior: Any, which: Coordinate) -> tuple[Any, str]:
     values = posterior[name].sel(selection)
     if values.ndim > 3:
         raise ValueError(
-            f"{name!r} has dims {list(values.dims[2:])}; select all but the units', as in "
+            f"{name!r} has dims {list(values.dims[2:])}; select along all but that of the units, as in "
             f"({name!r}, {{{values.dims[2]!r}: 0}})"
         )
     return values, f"{name}[{', '.join(map(str, selection.values()))}]" if selection else name
 
 
 def _coloured(across: Any, up: Any) -> tuple[list[tuple[Any, Any, str]], str]:
-    """Points in groups of one colour: the units, or the chains."""
+    """Points grouped by colour, with labels, and whether colours are units or chains."""
     axis = 2 if across.ndim == 3 else 0
     dim = across.dims[axis]
     groups = [

@@ -1,8 +1,9 @@
-"""One report of a run: what mixed, what is a matter of labels only, how hot it was, how far it is off."""
+"""One report of a run: convergence, temperatures, labels, and distance to the mode."""
 
 from __future__ import annotations
 
 import html
+import textwrap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -10,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from pyro_sym.alignment.distance import distance_to_copy, distance_to_mode
-from pyro_sym.diagnostics.convergence import Draws, convergence
+from pyro_sym.diagnostics.convergence import FiniteChains, convergence
 from pyro_sym.diagnostics.labels import confidence, relabelling
-from pyro_sym.diagnostics.run_attrs import function_names, kernel_temperature, unconstrained_sizes
 from pyro_sym.diagnostics.stein import SteinDiscrepancy
-from pyro_sym.diagnostics.temperatures import temperatures
+from pyro_sym.diagnostics.temperatures import kernel_temperature, temperatures, unconstrained_sizes
 from pyro_sym.guides.gain import SymmetryGain
 from pyro_sym.symmetry.base import Symmetry
 
@@ -25,25 +25,25 @@ __all__ = ["Report", "report"]
 
 TITLES = {
     "convergence": "Convergence: the worst coordinate of each variable, raw | aligned",
-    "temperatures": "Temperatures by site, each mean with the band it should be in (! if it is not)",
-    "relabelling": "Relabelling: what alignment did to the draws",
+    "temperatures": "Temperatures by site: means, with the bands they should be in (! if outside)",
+    "relabelling": "Relabelling of draws by the alignment",
     "confidence": "Confidence of the alignment",
     "distance": "Distance to the nearest equivalent mode",
     "gain": "Gain of symmetrising the guide, in nats",
     "discrepancy": "Kernel Stein discrepancy, squared",
-    "directions": "Temperatures along principal directions of the draws, relative to the target's",
+    "directions": "Temperatures along principal directions, relative to the target's",
 }
 
 
 @dataclass(frozen=True)
 class Report:
-    """Tables of a run, one beside the other; ``print`` shows them, and so does a notebook.
+    """Tables of a run; ``print`` and notebooks show them all.
 
     Attributes:
-        convergence: by variable, its ``kind`` (``site``, ``deterministic`` or ``function``), number of
-            coordinates (``size``) and how many were ``looked_at``; over these the largest ``r_hat`` and its
-            median, and the smallest ``ess_bulk`` and ``ess_tail``, each of the raw draws and, with the ending
-            ``_aligned``, of the aligned ones.
+        convergence: by variable, its ``kind`` (``site``, ``deterministic`` or ``function``), its number of
+            coordinates (``size``) and how many of them were ``looked_at``; over these the largest and the
+            median ``r_hat``, and the smallest ``ess_bulk`` and ``ess_tail``, each of the raw draws and, with
+            the suffix ``_aligned``, of the aligned draws.
         temperatures: by site, the ``target``, the mean of ``kinetic`` and ``configurational`` temperature
             over draws, the band of each (``_low``, ``_high``) and whether it is ``_inside``.
         relabelling: by part of the group, the share of draws that were ``moved``, the number of ``distinct``
@@ -53,7 +53,7 @@ class Report:
             nearest of its own copies.
         gain: a :class:`~pyro_sym.SymmetryGain` as a row.
         discrepancy: a :class:`SteinDiscrepancy` as a row.
-        notes: what was left out, and what the figures can't say here.
+        notes: what was left out, and what the tables can't show.
         directions: what :func:`directional_temperatures` returned.
     """
 
@@ -75,7 +75,8 @@ class Report:
 
     def __str__(self) -> str:
         parts = [f"{TITLES[name]}\n{_shown(table).to_string()}" for name, table in self.tables.items()]
-        return "\n\n".join([*parts, *(f"* {note}" for note in self.notes)])
+        notes = [textwrap.fill(f"* {note}", 100, subsequent_indent="  ") for note in self.notes]
+        return "\n\n".join([*parts, *notes])
 
     def _repr_html_(self) -> str:
         parts = [f"<h4>{TITLES[name]}</h4>{_shown(table).to_html()}" for name, table in self.tables.items()]
@@ -96,35 +97,36 @@ def report(
     discrepancy: SteinDiscrepancy | None = None,
     directions: pd.DataFrame | None = None,
 ) -> Report:
-    r"""Put side by side what there is to say of an exported run.
+    r"""Report on an exported run: its diagnostics in tables.
 
     * **Convergence** of raw draws, aligned draws, and functions of them. Chains at different copies of one
-      mode have a large raw R-hat, and R-hats of aligned draws and of functions near 1: they differ in their
-      labels only. If those are large too, the chains disagree. And a raw R-hat near 1 may mean that all
-      chains switch labels alike; then means and standard deviations of raw draws are of no one thing.
+      mode have a large raw R-hat, but R-hats of aligned draws and of functions near 1: only their labels
+      differ. If those are large, too, the chains disagree. A raw R-hat near 1 may also mean that all chains
+      switch labels alike; then means and standard deviations of raw draws mix several labels.
     * **Temperatures**, for this package's kernels: means over draws, with bands around the target from the
-      spread of batch means (:func:`~pyro_sym.diagnostics.temperatures.mean_band`), which need four chains, or
-      long ones; without them a band is missing. See :mod:`pyro_sym.sgmcmc.thermometers` for what each can
-      see. Of a hundred sites one falls outside of its band of 99 % by chance.
-    * **Labels**: how often draws were moved, and how sure that was.
-    * **Distance**, with a symmetry, from the draws to the nearest copy of the mode, beside the distance of
+      spread of batch means (:func:`~pyro_sym.diagnostics.temperatures.mean_band`). The bands need four
+      chains, or long ones, and are missing otherwise. :mod:`pyro_sym.sgmcmc.thermometers` says which errors
+      each temperature shows. One site in a hundred is outside of its 99 % band by chance.
+    * **Labels**: how often alignment moved draws, and how sure it was.
+    * **Distance**, with a symmetry, from the draws to the nearest copy of the mode, beside the distance from
       the mode to its own nearest copy (:func:`distance_to_mode`, :func:`distance_to_copy`).
     * **Gain**, **discrepancy** and **directions**, if they are given. With :class:`~pyro_sym.SGNHT` look at
       the directions: its thermostat holds the mean temperature even where directions are wrong.
 
-    A coordinate costs milliseconds, and a network has millions: beyond ``max_coordinates`` a fixed random
-    subset is looked at, and ``looked_at`` says so. Chains with draws that aren't finite are left out.
+    A coordinate takes milliseconds, and a network has millions: of more than ``max_coordinates`` a fixed
+    random subset is used, and the column ``looked_at`` has its size. Chains with draws that are not finite
+    are left out.
 
-    For plots take ArviZ's own, of either group: ``az.plot_trace(dataset(data, "posterior_aligned"))``;
-    :func:`plot_orbit` and :func:`plot_temperatures` are what it doesn't have.
+    ArviZ plots either group: ``az.plot_trace(dataset(data, "posterior_aligned"))``. :func:`plot_orbit` and
+    :func:`plot_temperatures` are plots that it does not have.
 
     Args:
         data: what :func:`~pyro_sym.from_pyro` or :func:`~pyro_sym.from_pyro_svi` returned.
-        var_names: the variables to look at; by default all of ``posterior``.
-        max_coordinates: the most coordinates of one variable; ``None`` for all.
+        var_names: the variables to report on; by default all of ``posterior``.
+        max_coordinates: the largest number of coordinates of one variable; ``None`` for all.
         temperature: the target; by default that of the kernel, if it is constant.
         probability: of the bands.
-        symmetry: modulo what distances are taken.
+        symmetry: distances are modulo this symmetry.
         mode: the mode, constrained values by site; by default the mean of the aligned draws.
         gain: from :meth:`~pyro_sym.AutoSymmetrized.symmetry_gain`.
         discrepancy: from :func:`kernel_stein_discrepancy`.
@@ -135,7 +137,7 @@ def report(
 
     Raises:
         KeyError: if a variable is not in the posterior.
-        ValueError: if no chain is finite, there is no variable to look at, no mode to measure from, or
+        ValueError: if no chain is finite, there is no variable to report on or no mode, or
             ``max_coordinates`` is not positive.
 
     Example:
@@ -155,10 +157,10 @@ def report(
     """
     if max_coordinates is not None and max_coordinates < 1:
         raise ValueError(f"max_coordinates={max_coordinates} must be positive")
-    draws = Draws.of(data, var_names, max_coordinates)
+    draws = FiniteChains.of(data, var_names, max_coordinates)
     target = temperature if temperature is not None else kernel_temperature(data)
     tables = {
-        "convergence": convergence(draws, function_names(data)),
+        "convergence": convergence(draws),
         "temperatures": temperatures(draws, target, unconstrained_sizes(data), probability),
         "relabelling": relabelling(draws),
         "confidence": confidence(draws),
@@ -169,7 +171,7 @@ def report(
     }
     notes = list(draws.notes)
     if tables["temperatures"] is not None and target is None:
-        notes.append("the kernel's temperature is not one constant; pass temperature= to have bands")
+        notes.append("the kernel's temperature is not constant; pass temperature= to get bands")
     notes += _notes_on_temperatures(tables["temperatures"], data.attrs.get("kernel"), directions is not None)
     return Report(**tables, notes=tuple(notes))
 
@@ -180,8 +182,8 @@ def _notes_on_temperatures(table: pd.DataFrame | None, kernel: str | None, direc
         above = table["kinetic"] > table["kinetic_high"]
         if above.any():
             notes.append(
-                "kinetic temperatures above their band are due to the noise of minibatches, if they go away "
-                "on all rows; otherwise to a step size too large for a target that is no Gaussian: halve it"
+                "kinetic temperatures above their band come from minibatch noise if a run on all rows has "
+                "none; otherwise the step size is too large for a target that is not Gaussian: halve it"
             )
     if table is not None and kernel == "SGNHT" and not directions:
         notes.append(
@@ -191,7 +193,7 @@ def _notes_on_temperatures(table: pd.DataFrame | None, kernel: str | None, direc
     return notes
 
 
-def _distance(draws: Draws, symmetry: Symmetry, mode: Mapping[str, Tensor] | None) -> pd.DataFrame:
+def _distance(draws: FiniteChains, symmetry: Symmetry, mode: Mapping[str, Tensor] | None) -> pd.DataFrame:
     import pandas as pd
 
     samples = {site: draws.tensor("posterior", site) for site in symmetry.sites}
@@ -218,7 +220,7 @@ def _row(name: str, result: Any) -> pd.DataFrame | None:
 
 
 def _shown(table: pd.DataFrame) -> pd.DataFrame:
-    """For the eye: three digits, what belongs together in one column, and no columns that say nothing."""
+    """The table as text with three digits; bands and aligned values are merged, empty columns dropped."""
     import pandas as pd
 
     columns = list(table.dropna(axis=1, how="all"))

@@ -13,7 +13,7 @@ from pyro_sym.model.gradient import Gradient
 from pyro_sym.model.minibatch import PlateRows
 from pyro_sym.model.potential import Potential
 
-__all__ = ["unconstrained_score"]
+__all__ = ["checked_pair", "unconstrained_score"]
 
 
 def unconstrained_score(
@@ -33,7 +33,7 @@ def unconstrained_score(
 
         s(u) = \nabla_u \log p_T(u) = -\frac1T \nabla U(u), \qquad p_T \propto e^{-U / T}.
 
-    It is on all data: a subsampled plate is shown window after window.
+    It is that of all data: all rows of subsampled plates.
 
     Args:
         model: a Pyro model.
@@ -41,12 +41,12 @@ def unconstrained_score(
         *args: the model's positional arguments.
         temperature: :math:`T`.
         group_by_chain: whether draws have a chain dim in front, ``(num_chains, num_samples, *shape)``.
-        chunk_size: how many draws are evaluated at once.
+        chunk_size: how many draws to evaluate at once.
         **kwargs: the model's keyword arguments.
 
     Returns:
         The draws and the score, each of shape ``(n, d)``, all chains one after the other, sites in the
-        model's order. They are what :func:`kernel_stein_discrepancy` takes.
+        model's order, as :func:`kernel_stein_discrepancy` takes them.
 
     Raises:
         ValueError: if ``temperature`` or ``chunk_size`` is not positive, a site has no draws or has them in
@@ -77,8 +77,34 @@ def unconstrained_score(
     return positions, score
 
 
+def checked_pair(draws: Tensor, score: Tensor, num_chains: int) -> tuple[Tensor, Tensor]:
+    """Draws and their score in float64, if they fit each other and the number of chains.
+
+    Raises:
+        ValueError: if shapes disagree, there are fewer than two draws, something is not finite, or the draws
+            do not divide into chains.
+    """
+    if draws.dim() != 2 or draws.shape != score.shape or len(draws) < 2:
+        raise ValueError(
+            f"draws have shape {tuple(draws.shape)} and the score {tuple(score.shape)}; pass (n, d) for "
+            "both, with n >= 2"
+        )
+    if num_chains < 1 or len(draws) % num_chains:
+        raise ValueError(
+            f"num_chains is {num_chains}; the {len(draws)} draws must divide into chains of equal length"
+        )
+    for what, value in {"draws": draws, "score": score}.items():
+        bad = ~value.isfinite().all(-1)
+        if bad.any():
+            raise ValueError(
+                f"{what} are not finite, first at {int(bad.nonzero()[0])}; leave out such draws, or their "
+                "chains"
+            )
+    return draws.detach().double(), score.detach().double()
+
+
 def _positions(potential: Potential, draws: Mapping[str, Tensor], sample_ndim: int) -> Tensor:
-    """The draws as flat unconstrained values."""
+    """The draws as unconstrained values, of shape ``(n, d)``."""
     values = {}
     for name, transform in potential.transforms.items():
         if name not in draws:

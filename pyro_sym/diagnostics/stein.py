@@ -1,4 +1,4 @@
-"""Kernel Stein discrepancy: how far draws are from a density that is known by its score only."""
+"""Kernel Stein discrepancy: how far draws are from a density of which only the score is known."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_sym.diagnostics.score import checked_pair
+
 __all__ = ["SteinDiscrepancy", "kernel_stein_discrepancy", "stein_kernel"]
 
 SEED = 0x57E1
 
 TURNS, LOST = 0.1, 0.02
-"""Turns of a sign within an autocorrelation time, and the correlation that counts as none."""
+"""Sign flips within an autocorrelation time, and the correlation that is taken for zero."""
 
 
 class SteinDiscrepancy(NamedTuple):
@@ -24,8 +26,7 @@ class SteinDiscrepancy(NamedTuple):
         u_statistic: unbiased estimate of :math:`\mathrm{KSD}^2`; it may be negative.
         v_statistic: the squared discrepancy of the draws as a discrete measure; never negative.
         standard_error: of the U-statistic.
-        p_value: the share of bootstrapped U-statistics, as they would be of draws from the target, that are
-            as large.
+        p_value: the share of U-statistics bootstrapped under the target that are at least as large.
         num_draws: :math:`n`.
     """
 
@@ -78,9 +79,9 @@ def kernel_stein_discrepancy(
     num_bootstraps: int = 500,
     batch_size: int = 512,
 ) -> SteinDiscrepancy:
-    r"""How far draws are from their target, seen through the score of the target.
+    r"""How far draws are from their target, by the score of the target.
 
-    For independent :math:`x, y` from the law :math:`r` of the draws and the target's score
+    For independent :math:`x, y` from the distribution :math:`r` of the draws and the target's score
     :math:`s = \nabla \log p`, which needs no normalising constant,
 
     .. math::
@@ -89,38 +90,37 @@ def kernel_stein_discrepancy(
         = \mathbb E \left[ (s - s_r)(x)^\top (s - s_r)(y)\, k(x, y) \right], \qquad
         k(x, y) = \left( c^2 + \lVert x - y \rVert^2 \right)^\beta,
 
-    with the Stein kernel :math:`k_p` of :func:`~pyro_sym.diagnostics.stein.stein_kernel`. It is zero for
-    :math:`r = p` only, and with this kernel it does not vanish while draws escape to infinity.
+    with the Stein kernel :math:`k_p` of :func:`~pyro_sym.diagnostics.stein.stein_kernel`. It is zero only for
+    :math:`r = p`, and with this kernel it does not tend to zero while draws escape to infinity.
 
-    **What it sees**: a wrong temperature, step sizes that are too large, the noise of minibatches, chains
-    that have not arrived. All these are of the shape of the law *near the draws*.
+    **What it detects**: a wrong temperature, step sizes that are too large, minibatch noise, chains that are
+    not stationary yet: errors in the shape of the distribution *near the draws*.
 
     **What it misses**: how much mass each of several separated modes has. Where modes are far apart the score
-    of a mixture is that of the nearest component, whatever its weight, so draws from one of :math:`|G|`
-    equivalent modes are as good to it as draws from all of them; and a mode that no chain has found is not
-    seen at all. Its power falls with the dimension: look at few sites at a time, or at many draws.
+    of a mixture is that of the nearest component, whatever its weight, so it can't tell draws from one of
+    :math:`|G|` equivalent modes from draws from all of them; and it misses a mode that no chain has found.
+    Its power falls with the dimension: test few sites at a time, or many draws.
 
     **Autocorrelated draws** need no thinning. The p-value comes from a wild bootstrap,
-    :math:`\frac{1}{n (n - 1)} \sum_{i \ne j} w_i w_j k_p(x_i, x_j)` with signs :math:`w_i = \pm 1` that turn
-    along a chain with the probability :math:`0.1 / \tau`, where :math:`\tau` is the autocorrelation time that
-    the kernel sees, the mean of :math:`k_p(x_i, x_{i + k})` over that of :math:`k_p(x_i, x_i)` summed over
-    lags. Signs of different chains are independent, and so are those of draws that don't depend on each
-    other. With few effective draws the p-value is seldom small: the test then has little power, but it is
-    not wrong. Thinning costs power, so thin to save time only. The random state is left alone.
+    :math:`\frac{1}{n (n - 1)} \sum_{i \ne j} w_i w_j k_p(x_i, x_j)` with signs :math:`w_i = \pm 1` that flip
+    along a chain with probability :math:`0.1 / \tau`. Here :math:`\tau` is the autocorrelation time under the
+    kernel: the mean of :math:`k_p(x_i, x_{i + k})` over that of :math:`k_p(x_i, x_i)`, summed over lags.
+    Signs of different chains are independent, and so are those of uncorrelated draws. With few effective
+    draws the p-value is seldom small: the test is valid, but has little power. Thinning costs power, and only
+    saves time. The random state is not changed.
 
     Args:
         draws: unconstrained values, of shape ``(n, d)``. :func:`unconstrained_score` makes them, and the
             score.
         score: :math:`\nabla \log p` at the draws, of the same shape.
-        scale: by coordinate, what the kernel takes for the unit of length: coordinates are divided by it. By
-            default the standard deviation of the draws, so that units of measurement do not matter; with
-            separated modes give that of one mode, as their distance would make the kernel wide.
+        scale: by coordinate, the unit of length: coordinates are divided by it. By default it is the standard
+            deviation of the draws, so that units of measurement do not matter; with separated modes pass that
+            of one mode, as their distance would make the kernel too wide.
         c: :math:`c`, in units of ``scale``.
         beta: :math:`\beta`, between -1 and 0.
-        num_chains: :math:`C`; the draws are those of so many chains, one chain after the other, each of
-            :math:`n / C` draws in their order.
+        num_chains: :math:`C`; each has :math:`n / C` successive draws, one chain after the other.
         num_bootstraps: for the p-value.
-        batch_size: how many rows of the :math:`n \times n` matrix are held at once.
+        batch_size: how many rows of the :math:`n \times n` matrix are in memory at once.
 
     Returns:
         Its square, by U- and V-statistic, with standard error and p-value. Computed in float64.
@@ -140,21 +140,17 @@ def kernel_stein_discrepancy(
         Gorham and Mackey (2017), "Measuring sample quality with kernels" (arXiv 1703.01717), for the kernel.
         Liu, Lee and Jordan (2016, arXiv 1602.03253) and Chwialkowski, Strathmann and Gretton (2016, arXiv
         1602.02964), for U-statistic and bootstrap, with dependent signs in the latter.
-        Wenliang and Kanagawa (2020, arXiv 2010.07064), for what scores do not see.
+        Wenliang and Kanagawa (2020, arXiv 2010.07064), for what scores can't detect.
     """
-    x, s = _scaled(draws, score, scale)
+    x, s = _scaled(*checked_pair(draws, score, num_chains), scale)
     if not c > 0 or not -1 < beta < 0:
-        raise ValueError(f"c={c} and beta={beta}; the kernel wants c > 0 and -1 < beta < 0")
+        raise ValueError(f"c={c} and beta={beta}; the kernel needs c > 0 and -1 < beta < 0")
     if num_bootstraps < 1 or batch_size < 1:
         raise ValueError(f"num_bootstraps={num_bootstraps} and batch_size={batch_size} must be positive")
     n = len(x)
-    if num_chains < 1 or n % num_chains:
-        raise ValueError(
-            f"num_chains is {num_chains}; the {n} draws have to be of so many chains of one length"
-        )
 
     def blocks() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Rows of the matrix without its diagonal, and the diagonal."""
+        """Blocks of rows of the kernel matrix with a zero diagonal, and the diagonal."""
         for rows in torch.arange(n, device=x.device).split(batch_size):
             kernel = stein_kernel(x[rows], s[rows], x, s, c=c, beta=beta)  # (rows, n)
             own = (torch.arange(len(rows), device=x.device), rows)
@@ -189,7 +185,7 @@ def kernel_stein_discrepancy(
 
 
 def _lagged(kernel: Tensor, rows: Tensor, length: int) -> Tensor:
-    """Sums over rows i of the values at (i, i + k), for k from 0, within a chain of so many draws."""
+    """By lag k, sums over rows i of the kernel at (i, i + k), within chains of ``length`` draws."""
     lags = torch.arange(length, device=rows.device)
     later = rows.unsqueeze(-1) + lags  # (rows, length)
     within = rows.unsqueeze(-1) % length + lags < length
@@ -197,7 +193,7 @@ def _lagged(kernel: Tensor, rows: Tensor, length: int) -> Tensor:
 
 
 def _time(lagged: Tensor, num_chains: int, variance: float, mean: float) -> float:
-    """Autocorrelation time, 1 + 2 Σ ρ, of sums of values by lag; it ends where correlations are lost."""
+    """Autocorrelation time 1 + 2 Σ ρ from sums by lag; the sum ends at the first small correlation."""
     length = len(lagged)
     numbers = num_chains * (length - torch.arange(length, device=lagged.device))
     correlation = ((lagged / numbers - mean) / max(variance - mean, 1e-300)).tolist()
@@ -210,7 +206,7 @@ def _time(lagged: Tensor, num_chains: int, variance: float, mean: float) -> floa
 
 
 def _signs(num_chains: int, n: int, num_bootstraps: int, time: float) -> Tensor:
-    """Signs that turn at a rate along a chain, of shape ``(n, num_bootstraps)``."""
+    """Signs that flip along a chain, once in 10 autocorrelation times, of shape ``(n, num_bootstraps)``."""
     generator = torch.Generator().manual_seed(SEED)
     turn = torch.full((n // num_chains, 1), 0.5 if time == 1 else TURNS / time, dtype=torch.float64)
     turn[0] = 0.5
@@ -218,19 +214,9 @@ def _signs(num_chains: int, n: int, num_bootstraps: int, time: float) -> Tensor:
     return torch.where(numbers < turn, -1.0, 1.0).cumprod(1).flatten(0, 1)
 
 
-def _scaled(draws: Tensor, score: Tensor, scale: Tensor | float | None) -> tuple[Tensor, Tensor]:
-    """Centred draws and their score in units of the scale, in float64."""
-    if draws.dim() != 2 or draws.shape != score.shape or len(draws) < 2:
-        raise ValueError(
-            f"draws have shape {tuple(draws.shape)} and the score {tuple(score.shape)}; pass (n, d) for "
-            "both, with n >= 2"
-        )
-    for what, value in {"draws": draws, "score": score}.items():
-        bad = ~value.isfinite().all(-1)
-        if bad.any():
-            raise ValueError(f"{what} are not finite, first at {int(bad.nonzero()[0])}; drop such draws")
-    x, s = draws.detach().double(), score.detach().double()
-    x = x - x.mean(0)  # the kernel knows differences only, and small numbers keep their digits
+def _scaled(x: Tensor, s: Tensor, scale: Tensor | float | None) -> tuple[Tensor, Tensor]:
+    """Centred draws and their score in units of the scale."""
+    x = x - x.mean(0)  # the kernel depends on differences only; centring keeps their digits
     if scale is None:
         spread = x.std(0)
         unit = torch.where(spread > 0, spread, 1.0)

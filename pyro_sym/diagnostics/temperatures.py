@@ -1,38 +1,50 @@
-"""Temperatures by site, averaged over draws, and the bands that the averages should be in."""
+"""Mean temperatures of draws by site, and the bands in which the means should be."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyro_sym.diagnostics.convergence import LEAST_DRAWS, Draws
+from pyro_sym.diagnostics.convergence import LEAST_DRAWS, FiniteChains
+from pyro_sym.export.attrs import read_attr
 
 if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
-__all__ = ["ALL_SITES", "by_site", "mean_band", "temperatures"]
+__all__ = ["kernel_temperature", "mean_band", "series_by_kind", "temperatures", "unconstrained_sizes"]
 
 ALL_SITES = "all sites"
 KINDS = ("kinetic", "configurational")
 
+# Batches are this many autocorrelation times long, and at most this many.
 BATCH_TIMES, MOST_BATCHES = 5, 30
+# This many chains need one batch each; fewer need this many batches together.
 ENOUGH_CHAINS, LEAST_BATCHES = 4, 10
 
 
-def by_site(stats: xr.Dataset, kind: str) -> dict[str, xr.DataArray]:
-    """Draws of one temperature, by site, and of all sites together; nothing if the kernel keeps none.
+def kernel_temperature(data: Any) -> float | None:
+    """The temperature that the kernel of an export was given, unless it is a schedule."""
+    value = read_attr(data, "kernel_settings", {}).get("temperature")
+    return float(value) if isinstance(value, int | float) else None
 
-    Args:
-        stats: the statistics of a run.
-        kind: ``"kinetic"`` or ``"configurational"``.
 
-    Returns:
-        Arrays with dims ``(chain, draw)``.
-    """
+def unconstrained_sizes(data: Any) -> dict[str, int]:
+    """The number of unconstrained values of each latent site of an export, and of all together."""
+    sizes: dict[str, int] = read_attr(data, "unconstrained_sizes", {})
+    return {**sizes, ALL_SITES: sum(sizes.values())} if sizes else {}
+
+
+def series_by_kind(stats: xr.Dataset | None) -> dict[str, dict[str, xr.DataArray]]:
+    """Temperatures in the statistics of a run, by kind and site; each has dims ``(chain, draw)``."""
+    return {} if stats is None else {kind: _by_site(stats, kind) for kind in KINDS}
+
+
+def _by_site(stats: xr.Dataset, kind: str) -> dict[str, xr.DataArray]:
+    """Temperatures of one kind, by site and of all sites together; empty if the kernel records none."""
     name = f"{kind}_temperature"
     sites = stats.get(f"site_{name}")
     found = {}
@@ -45,23 +57,22 @@ def by_site(stats: xr.Dataset, kind: str) -> dict[str, xr.DataArray]:
 
 
 def temperatures(
-    draws: Draws, target: float | None, sizes: Mapping[str, int], probability: float
+    draws: FiniteChains, target: float | None, sizes: Mapping[str, int], probability: float
 ) -> pd.DataFrame | None:
-    r"""Means over draws, with their bands, those of :func:`mean_band` around the target.
+    r"""Mean temperatures by site, with the bands of :func:`mean_band` around the target.
 
     Args:
-        draws: what to look at.
+        draws: chains of a run.
         target: :math:`T`, if it is known.
-        sizes: number of unconstrained values by site, and of all.
+        sizes: number of unconstrained values by site, and of all sites.
         probability: of the bands.
 
     Returns:
-        A table by site, or ``None`` if the kernel keeps no temperatures.
+        A table by site, or ``None`` if the kernel records no temperatures.
     """
     import pandas as pd
 
-    stats = draws.stats()
-    series = {} if stats is None else {kind: by_site(stats, kind) for kind in KINDS}
+    series = series_by_kind(draws.stats())
     sites = list(dict.fromkeys(site for several in series.values() for site in several))
     if not sites:
         return None
@@ -84,7 +95,7 @@ def temperatures(
 
 
 def mean_band(values: np.ndarray, probability: float) -> tuple[float, float]:
-    r"""The mean of autocorrelated draws, and half the width of the band that their expectation is in.
+    r"""The mean of autocorrelated draws, and half the width of the band around it for their expectation.
 
     Draws of each chain are cut into :math:`b` batches of equal length, whose :math:`k = C b` means
     :math:`m_i` are about independent and normal: then
@@ -93,17 +104,17 @@ def mean_band(values: np.ndarray, probability: float) -> tuple[float, float]:
 
         \left| \bar m - \mathbb E \right| \le t_{k - 1} \, \frac{s}{\sqrt k}
 
-    with the probability of the band, by Student's law for their standard deviation :math:`s`. Batches are
-    five autocorrelation times long, or a chain where it is shorter than that. Chains are independent, so four
-    of them will do, however slowly they move, if they have arrived. With fewer chains, whose autocorrelation
-    time is hard to tell, ten batches are asked for.
+    with the probability of the band, where :math:`s` is the standard deviation of the batch means and
+    :math:`t` a quantile of Student's distribution. Batches are five autocorrelation times long, or a whole
+    chain if it is shorter. Chains are independent, so four of them are enough, however slowly they move, once
+    they are stationary. Fewer chains need ten batches, as their autocorrelation time is hard to estimate.
 
     Args:
         values: of shape ``(C, n)``.
         probability: of the band.
 
     Returns:
-        The mean and half the width; NaN for the width, if the draws are too few to say.
+        The mean and half the width, which is NaN if there are too few draws.
 
     References:
         Geyer 1992, "Practical Markov chain Monte Carlo", for batch means and the autocorrelation time.
@@ -128,14 +139,8 @@ def mean_band(values: np.ndarray, probability: float) -> tuple[float, float]:
 def autocorrelation_time(values: np.ndarray) -> float:
     r"""The integrated autocorrelation time of chains, :math:`1 + 2 \sum_k \rho_k`, at least 1.
 
-    The sum ends where two successive terms are negative together. Correlations are about the mean of all
-    chains, so that chains that disagree have a long one.
-
-    Args:
-        values: of shape ``(C, n)``.
-
-    Returns:
-        The time, in draws.
+    The sum ends before the first pair of successive terms with a negative sum. Values are centred by the mean
+    of all chains, so that the time is long if chains disagree. ``values`` have shape ``(C, n)``.
     """
     draws = values.shape[1]
     centred = values - values.mean()

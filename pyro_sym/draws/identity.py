@@ -1,22 +1,23 @@
-"""Whether a run is the one that a store holds: what it was started with, compared place by place."""
+"""What a run was started with, to tell whether a store holds the same run."""
 
 from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import pyro
 import torch
 
-from pyro_sym.draws.fingerprint import CODE, COLLAPSED, fingerprint
-from pyro_sym.sgmcmc.chains import Chains
+from pyro_sym.draws.fingerprint import COLLAPSED, Fingerprint, fingerprint
+from pyro_sym.draws.value_reader import CODE
+from pyro_sym.model.program import Program
 
-__all__ = ["Identity", "start_identified"]
+__all__ = ["Identity", "identify"]
 
-# How many differences an error lists.
+# How many places an error or a warning lists.
 MAX_LISTED = 5
 
 
@@ -26,8 +27,8 @@ class Identity:
 
     Attributes:
         words: what is at each place that its model, data and kernel reach.
-        changing: places whose contents changed while the chains were started. They are not compared.
-        noted: those of them that the model itself changes, and not one of Pyro's effect handlers.
+        changing: places that changed while the chains were started. They are not compared.
+        noted: those of them that the model itself changed, and not one of Pyro's effect handlers.
         doubts: places that can't be read.
         versions: of Python, torch and Pyro.
     """
@@ -43,7 +44,7 @@ class Identity:
         return asdict(self)
 
     def differences(self, record: Mapping[str, Any]) -> list[str]:
-        """Say where this run differs from a recorded one; nothing if it is the same."""
+        """Where this run differs from a recorded one, in words; empty if it is the same."""
         then, now = record["words"], self.words
         ignored = (*record["changing"], *self.changing)
         other_python = record["versions"]["python"] != self.versions["python"]
@@ -55,61 +56,57 @@ class Identity:
             and not (other_python and (place.endswith(CODE) or COLLAPSED in then.get(place, COLLAPSED)))
         ]
         places = [place for place in places if place in then and place in now] or places
-        listed = [_difference(place, then.get(place), now.get(place)) for place in places[:MAX_LISTED]]
-        more = len(places) - len(listed)
-        return [*listed, f"and {more} more"] if more else listed
+        return _some([_difference(place, then.get(place), now.get(place)) for place in places])
 
     def warn_of_versions(self, record: Mapping[str, Any], path: object) -> None:
         """Warn if the recorded run was begun with other versions."""
         for name, now in self.versions.items():
             if (then := record["versions"][name]) != now:
-                unread = "; whether the code has changed can't be told, as byte code differs between them"
+                code = "; byte code differs between them, so whether the code has changed can't be checked"
                 warnings.warn(
-                    f"the run in {path} was begun with {name} {then} and goes on with {now}, which may round "
-                    f"otherwise{unread if name == 'python' else ''}",
+                    f"the run in {path} was begun with {name} {then} and is resumed with {now}, which may "
+                    f"round differently{code if name == 'python' else ''}",
                     stacklevel=2,
                 )
 
     def warn(self, path: object) -> None:
-        """Warn of what can't be compared when the run is resumed."""
+        """Warn about what can't be compared when the run is resumed."""
         if self.doubts:
             warnings.warn(
-                f"the run in {path} reaches what can't be read: {'; '.join(_some(self.doubts))}. When it is "
-                "resumed, nothing tells whether that has changed",
+                f"the run in {path} depends on objects that can't be read: {'; '.join(_some(self.doubts))}. "
+                "When it is resumed, changes in them go unnoticed",
                 stacklevel=2,
             )
         if self.noted:
             warnings.warn(
-                f"the model of the run in {path} changes {', '.join(_some(self.noted))} as it runs. The "
-                "store doesn't keep that: a resumed run draws what the run would have drawn only if the log "
-                "density doesn't depend on it",
+                f"the model of the run in {path} changes {', '.join(_some(self.noted))} when it runs. The "
+                "store doesn't keep that: if the log density depends on it, a resumed run differs from one "
+                "that was not interrupted",
                 stacklevel=2,
             )
 
 
-def start_identified(
-    start: Callable[[], Chains], roots: Mapping[str, Any], settings: Mapping[str, Any]
-) -> tuple[Chains, Identity]:
-    """Start chains, and say what they were started with.
+def identify(
+    roots: Mapping[str, Any], before: Fingerprint, program: Program, settings: Mapping[str, Any]
+) -> Identity:
+    """Describe what a run was started with.
 
     Args:
-        start: starts the chains, which runs the model some times.
         roots: the model, its arguments and the options of the kernel, by name.
+        before: a fingerprint of the roots before the chains were started, which runs the model some times.
+        program: the model as the chains run it.
         settings: numbers and names, which are compared by their ``repr``.
-
-    Returns:
-        The chains and their identity.
     """
-    before = fingerprint(roots)
-    chains = start()
-    program = chains.potential.program
     after = fingerprint(roots, before)
     words, words_after = before.words(program.latents), after.words(program.latents)
     changed = [place for place in {**words, **words_after} if words.get(place) != words_after.get(place)]
     changed = [place for place in changed if not any(_is_within(place, other, True) for other in changed)]
-    shapes = {name: (site.value.dtype, tuple(site.value.shape)) for name, site in program.latents.items()}
+    noted = [place for place in changed if not any(_is_within(place, one) for one in before.handlers)]
+    sites = [
+        f"{name} {site.value.dtype} {tuple(site.value.shape)} {site.support}"
+        for name, site in program.latents.items()
+    ]
     params = {f"pyro.param({name!r})": pyro.get_param_store()[name] for name in program.params}
-    sites = [f"{n} {dtype} {shape} {program.latents[n].support}" for n, (dtype, shape) in shapes.items()]
     words |= fingerprint(params).words()
     words |= {"its sites": ", ".join(sites), **{name: repr(value) for name, value in settings.items()}}
     versions = {
@@ -117,8 +114,7 @@ def start_identified(
         "torch": str(torch.__version__),
         "pyro": str(pyro.__version__),
     }
-    noted = [place for place in changed if not any(_is_within(place, one) for one in before.handlers)]
-    return chains, Identity(words, tuple(changed), tuple(noted), tuple(before.doubts), versions)
+    return Identity(words, tuple(changed), tuple(noted), tuple(before.doubts), versions)
 
 
 def _is_within(place: str, other: str, strictly: bool = False) -> bool:
@@ -128,13 +124,10 @@ def _is_within(place: str, other: str, strictly: bool = False) -> bool:
 
 
 def _difference(place: str, then: str | None, now: str | None) -> str:
-    if then is None:
-        return f"{place} was not there when it was started and is {now} now"
-    if now is None:
-        return f"{place} was {then} when it was started and is not there now"
-    return f"{place} was {then} when it was started and is {now} now"
+    was, is_ = ("not there" if word is None else word for word in (then, now))
+    return f"{place} was {was} when it was started and is {is_} now"
 
 
-def _some(places: tuple[str, ...]) -> list[str]:
+def _some(places: Sequence[str]) -> list[str]:
     more = len(places) - MAX_LISTED
     return [*places[:MAX_LISTED], *([f"and {more} more"] if more > 0 else [])]

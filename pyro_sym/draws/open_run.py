@@ -1,36 +1,34 @@
-"""Stored draws read back, without a model: in another process, while the run goes on, or after a crash."""
+"""Stored draws opened without a model: in another process, while the run goes on, or after a crash."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from pyro_sym.draws.memory import Draws
-from pyro_sym.draws.reader import StoredArrays, StoredDraws, local_path
-from pyro_sym.sgmcmc.chains import Divergence
-from pyro_sym.sgmcmc.vectorized import VectorizedMCMC
+from pyro_sym.draws.contract import Draws
+from pyro_sym.draws.divergence import Divergence
+from pyro_sym.draws.readable import ReadableRun
+from pyro_sym.draws.reader import StoredArrays, StoredDraws, local_path, variable_names
 
 __all__ = ["Run", "open_run"]
 
-# What a store says of its run; the oldest ones say less.
+# Attributes of the store that describe its run; the oldest stores have fewer.
 KEPT = ("kernel", "kernel_settings", "unconstrained_sizes")
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
     """Open the draws that a run of :class:`~pyro_sym.VectorizedMCMC` has stored, for reading.
 
-    It needs no model and takes no lock, so a run that another process writes goes on undisturbed. What it
-    shows are the draws that were complete when it was called; call it again to see later ones.
+    It needs no model and takes no lock, so another process may be writing the run. It shows the draws that
+    were complete when it was called; call it again to see later ones.
 
     Args:
         path: the store; a path or a ``file://`` URL.
 
     Returns:
-        The run as far as it has got.
+        The run so far.
 
     Raises:
         FileNotFoundError: if there is nothing at the path.
@@ -57,24 +55,24 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     return Run(StoredArrays(local_path(path)))
 
 
-class Run:
+class Run(ReadableRun):
     """A stored run at one moment, as :func:`open_run` opens it.
 
-    It has the methods of :class:`~pyro_sym.VectorizedMCMC` that read. Each call reads from the disk.
+    It has the methods of :class:`~pyro_sym.VectorizedMCMC` that read draws. Each call reads from the disk.
 
     Args:
-        arrays: what is stored.
+        arrays: of the store.
 
     Attributes:
         path: of the store.
         num_chains: :math:`C`.
         num_samples: draws of each chain so far.
-        total: draws of each chain that the run was asked for.
+        total: draws of each chain when the run is finished.
         sites: names of the latent sites.
         sampling_time: seconds that the draws took, warm-up included.
         attrs: the kernel's name and settings, and how it was run, as :func:`~pyro_sym.from_pyro` exports
             them.
-        diverged: by chain, a :class:`~pyro_sym.sgmcmc.chains.Divergence` with step and reason.
+        diverged: by chain, a :class:`~pyro_sym.draws.divergence.Divergence` with step and reason.
     """
 
     def __init__(self, arrays: StoredArrays) -> None:
@@ -90,8 +88,7 @@ class Run:
             "run": {**attrs.get("run", {}), "num_chains": self.num_chains, "num_samples": self.num_samples},
             "sampling_time": self.sampling_time,
         }
-        names = {site: site.replace("/", ".") for site in self.sites}
-        self._draws = StoredDraws(arrays, names, torch.device("cpu"))
+        self._draws = StoredDraws(arrays, variable_names(self.sites), torch.device("cpu"))
         ends, missing = attrs.get("diverged", {}), self._draws.diverging()
         self.diverged = {  # the oldest stores don't say how a chain ended
             chain: Divergence(*ends.get(str(chain), (0, "a draw is not finite")))
@@ -101,57 +98,17 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether all draws that the run was asked for are there."""
+        """Whether all draws of the run are there."""
         return self.num_samples == self.total
 
     def __repr__(self) -> str:
-        """Say what it is and how far it has got."""
+        """Kernel, path, and how many draws there are."""
         return (
             f"<{self.attrs['kernel']} run in {self.path}: {self.num_samples} of {self.total} draws of "
             f"{self.num_chains} chains>"
         )
 
-    def get_samples(self, num_samples: int | None = None, group_by_chain: bool = False) -> dict[str, Tensor]:
-        """The draws, in constrained space, as :meth:`VectorizedMCMC.get_samples` has them.
-
-        Args:
-            num_samples: how many to pick at random, with replacement; by default all of them.
-            group_by_chain: whether to keep the chains apart.
-
-        Returns:
-            Values by site, of shape ``(C, draws, *shape)`` if grouped by chain, otherwise ``(draws, *shape)``
-            without the draws of masked chains that are NaN.
-        """
-        return VectorizedMCMC.get_samples(cast(Any, self), num_samples, group_by_chain)
-
-    def diagnostics(self) -> dict[str, Any]:
-        """Effective sample size and split R-hat by site, and statistics by draw.
-
-        Returns:
-            As :meth:`VectorizedMCMC.diagnostics` has it.
-        """
-        return VectorizedMCMC.diagnostics(cast(Any, self))
-
-    def summary(self, prob: float = 0.9) -> None:
-        """Print mean, sd, quantiles, effective sample size and R-hat by coordinate, as Pyro does.
-
-        Args:
-            prob: of the interval shown.
-        """
-        VectorizedMCMC.summary(cast(Any, self), prob)
-
-    # What the methods of VectorizedMCMC and the exporter look at.
-
     def _drawn(self) -> Draws:
         if self.num_samples == 0:
             raise ValueError(f"there are no draws in {self.path} yet; open it again when there are")
         return self._draws
-
-    @property
-    def _samples(self) -> Mapping[str, Tensor]:
-        return self._drawn().samples()
-
-    @property
-    def _diagnostics(self) -> list[dict[str, Any]]:
-        reports: list[dict[str, Any]] = cast(Any, VectorizedMCMC._diagnostics).fget(self)
-        return reports

@@ -1,4 +1,4 @@
-"""What a store of draws holds: where it is, its metadata, and its arrays, read with checks."""
+"""Reading a store of draws: its path, its metadata, and its arrays with checks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_sym.draws.memory import Draws
+from pyro_sym.draws.contract import Draws
 
 __all__ = [
     "FORMAT",
@@ -28,10 +28,11 @@ __all__ = [
     "import_zarr",
     "local_path",
     "read_metadata",
+    "variable_names",
 ]
 
 FORMAT = 2
-"""What this version writes: chunks with checksums. It reads format 1, without, but does not resume it."""
+"""The format that this version writes. Format 1, whose chunks have no checksums, is read but not resumed."""
 GROUPS = ("posterior", "sample_stats")
 METADATA = "zarr.json"
 
@@ -44,7 +45,7 @@ def local_path(store: str | os.PathLike[str]) -> Path:
 
     Raises:
         TypeError: if it is neither.
-        ValueError: if it is a URL of another machine, whose files can't be locked and replaced in one go.
+        ValueError: if it is a URL of another machine, whose files can't be locked and replaced atomically.
     """
     try:
         text = os.fsdecode(os.fspath(store))
@@ -54,9 +55,9 @@ def local_path(store: str | os.PathLike[str]) -> Path:
         parts = urlsplit(text)
         if parts.scheme.lower() != "file" or parts.netloc not in ("", "localhost"):
             raise ValueError(
-                f"store is {os.fspath(store)!r}, which is not on a local disk; a run needs files that can be "
-                "locked and replaced in one go, to survive a crash. Pass a local path, and copy the store "
-                "when the run is done"
+                f"store is {os.fspath(store)!r}, which is not on a local disk; to survive a crash, a run "
+                "needs files that can be locked and replaced atomically. Pass a local path, and copy the "
+                "store when the run is done"
             )
         text = url2pathname(unquote(parts.path))
     if not text:
@@ -64,22 +65,40 @@ def local_path(store: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(os.path.expanduser(text)))
 
 
+def variable_names(sites: Iterable[str]) -> dict[str, str]:
+    """The variable of each site, in whose name ``/`` can't be.
+
+    Raises:
+        ValueError: if two sites would share a variable, or one would be stored as a dim.
+    """
+    names: dict[str, str] = {}
+    taken = {"chain": "the dim of chains", "draw": "the dim of draws"}
+    for site in sites:
+        name = names[site] = site.replace("/", ".")
+        if name in taken:
+            raise ValueError(
+                f"site {site!r} would be stored as {name!r}, which is {taken[name]}; rename the site"
+            )
+        taken[name] = f"site {site!r}"
+    return names
+
+
 class StoredArrays:
     """The arrays of a store, as they were at one moment.
 
-    The metadata of the root, a file that is replaced in one go, holds the shapes of all arrays and how many
-    draws there are. It is read once, so what is read here is consistent while another process writes.
+    The metadata of the root, a file that is replaced atomically, hold the shapes of all arrays and the number
+    of draws. They are read once, so reads are consistent while another process writes.
 
     Args:
         path: the directory.
         writable: whether the arrays can be written to.
 
     Attributes:
-        attrs: of the root.
+        attrs: attributes of the root.
         num_chains: chains of the run.
-        num_samples: draws of each chain that the run is to have.
+        num_samples: draws of each chain when the run is finished.
         num_draws: draws of each chain that can be read.
-        block: draws that are written at once.
+        block: how many draws are written at once.
 
     Raises:
         FileNotFoundError: if there is nothing at the path.
@@ -94,7 +113,7 @@ class StoredArrays:
         if not (path / METADATA).is_file():
             raise ValueError(f"{path} is no store of draws: it has no file {METADATA}")
         try:
-            # Chunks that hold fill values alone, as "no divergence", are written too: a lost one shows.
+            # Also write chunks that are all fill value ("no divergence"), so that a lost chunk is noticed.
             with zarr.config.set({"array.write_empty_chunks": True}):
                 root = zarr.open_group(
                     path, mode="r+" if writable else "r", zarr_format=3, use_consolidated=True
@@ -106,7 +125,7 @@ class StoredArrays:
             diverging = self._arrays["sample_stats/diverging"]
         except OSError:
             raise
-        except Exception as error:  # whatever Zarr and JSON make of a file that was cut short
+        except Exception as error:  # whatever Zarr and JSON raise for a file that was cut short
             raise ValueError(
                 f"{path} is damaged, or no store of draws: its {METADATA} can't be read "
                 f"({type(error).__name__}: {error})"
@@ -121,7 +140,7 @@ class StoredArrays:
         self.num_draws = min(int(self.attrs.get("draws", 0)), self.num_samples)
 
     def __getitem__(self, name: str) -> Any:
-        """The Zarr array of a name such as ``posterior/w``."""
+        """The Zarr array with a name such as ``posterior/w``."""
         return self._arrays[name]
 
     def names(self, group: str) -> list[str]:
@@ -142,7 +161,7 @@ class StoredArrays:
         Raises:
             ValueError: if a chunk is lost or damaged.
         """
-        if self.attrs.get("format", 1) > 1:  # before, chunks of fill values were not written
+        if self.attrs.get("format", 1) > 1:  # format 1 left out chunks of fill values
             for start, stop, file in self._chunks(name, draws):
                 if not file.is_file():
                     raise ValueError(
@@ -183,12 +202,12 @@ _CURE = "Restore the store from a copy, or pass another path and run again"
 
 
 class StoredDraws(Draws):
-    """Draws and statistics that are in a store.
+    """Draws and statistics in a store.
 
     Args:
-        arrays: what is read.
+        arrays: of the store.
         sites: names of the variables by site.
-        device: where draws are read to.
+        device: the device that draws are moved to.
     """
 
     def __init__(self, arrays: StoredArrays, sites: Mapping[str, str], device: torch.device) -> None:
@@ -198,20 +217,20 @@ class StoredDraws(Draws):
         self.num_draws = arrays.num_draws
 
     def append(self) -> None:
-        """Refuse: they are read only."""
+        """Raise an error: the draws are read-only."""
         raise RuntimeError(f"the draws in {self._arrays.path} were opened for reading")
 
     def samples(self) -> Mapping[str, Tensor]:
-        """Constrained values by site, each read when it is asked for."""
+        """Constrained values by site, each read when it is accessed."""
         return _Samples(self._arrays, self._sites, self.num_draws, self._device)
 
     def statistics(self) -> dict[str, Tensor]:
-        """Statistics, of shape ``(draws, C)`` or ``(draws, C, sites)``."""
+        """Statistics by name, of shape ``(draws, C, ...)``."""
         names = self._arrays.names("sample_stats")
         return {name: self._read(name) for name in names if name != "diverging"}
 
     def diverging(self) -> Tensor:
-        """Which draws are NaN as their chain had ended, of shape ``(draws, C)``."""
+        """Which draws are NaN because their chain had ended, of shape ``(draws, C)``."""
         return self._read("diverging")
 
     def _read(self, name: str) -> Tensor:
@@ -219,7 +238,7 @@ class StoredDraws(Draws):
 
 
 class _Samples(Mapping[str, Tensor]):
-    """Draws by site, read from a store when they are asked for."""
+    """Draws by site, read from a store when they are accessed."""
 
     def __init__(
         self, arrays: StoredArrays, sites: Mapping[str, str], draws: int, device: torch.device
@@ -237,7 +256,7 @@ class _Samples(Mapping[str, Tensor]):
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """The metadata of the root, as JSON has them."""
+    """The metadata of the root as a dict."""
     try:
         metadata: dict[str, Any] = json.loads((path / METADATA).read_text())
     except ValueError as error:
@@ -246,7 +265,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 def import_zarr() -> Any:
-    """Import Zarr, or say how to install it."""
+    """Import Zarr; without it, raise an error that says how to install it."""
     try:
         import zarr
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What code reaches: the globals that it names, and which code is the user's."""
+"""The global variables that code refers to, and which code is the user's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["cell_contents", "code_digest", "file_of_module", "is_installed", "re
 
 
 def cell_contents(cell: types.CellType) -> Any:
-    """What a closure holds in a cell; ``None`` if the name is bound later."""
+    """The value of a closure's cell; ``None`` if it is not bound yet."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -28,7 +28,7 @@ def cell_contents(cell: types.CellType) -> Any:
 
 
 def code_digest(code: types.CodeType) -> str:
-    """A digest of byte code, without names of files and numbers of lines."""
+    """A digest of byte code, without file names and line numbers."""
     consts = list(map(_constant, code.co_consts))
     flags = code.co_flags & 0x0F  # *args, **kwargs and kinds of scope
     names = (code.co_names, code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
@@ -45,7 +45,7 @@ def _constant(value: Any) -> str:
 
 @functools.cache
 def _global_names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """Names that code looks up in globals, modules that it imports, and all names that it uses."""
+    """Names of globals that code looks up, of modules that it imports, and all names that it uses."""
     looked_up, imported, used = set(), set(), set(code.co_names)
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
@@ -60,7 +60,7 @@ def _global_names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str],
 
 
 def reached_globals(code: types.CodeType, scope: Mapping[str, Any]) -> dict[str, Any]:
-    """Global variables that code names, and what it names of the user's modules."""
+    """Global variables that code refers to, and attributes of the user's modules that it refers to."""
     looked_up, imported, used = _global_names(code)
     found = {name: scope[name] for name in sorted(looked_up) if name in scope}
     modules = {name: own for name, own in found.items() if isinstance(own, types.ModuleType)}
@@ -82,7 +82,7 @@ def reached_globals(code: types.CodeType, scope: Mapping[str, Any]) -> dict[str,
 
 
 def file_of_module(module: str) -> str | None:
-    """The file of a module; ``None`` if it is the user's and has none, as in a notebook."""
+    """The file of a module; ``None`` for one of the user's without a file, as in a notebook."""
     found = sys.modules.get(module)
     if module == "__main__" or found is None:
         return None
@@ -93,23 +93,17 @@ def file_of_module(module: str) -> str | None:
 
 @functools.cache
 def is_installed(file: str | None) -> bool:
-    """Whether code comes with Python or from an installed package, and is known by its name."""
-    if file is None or (file.startswith("<") and not file.startswith("<frozen")):
-        return False
-    return file.startswith("<frozen") or _is_within(Path(file))
-
-
-def _is_within(file: Path) -> bool:
-    packages = {"site-packages", "dist-packages"}
-    return not packages.isdisjoint(file.parts) or any(folder in file.parents for folder in _folders())
+    """Whether code belongs to Python or an installed package, so that its name identifies it."""
+    if file is None or file.startswith("<"):
+        return file is not None and file.startswith("<frozen")
+    path = Path(file)
+    in_packages = "site-packages" in path.parts or "dist-packages" in path.parts
+    return in_packages or not _folders().isdisjoint(path.parents)
 
 
 @functools.cache
-def _folders() -> tuple[Path, ...]:
-    """Where Python's own library is, and this package and those that it is built on."""
-    paths = [Path(path) for name, path in sysconfig.get_paths().items() if name.endswith("lib")]
-    own = [Path(__file__).parents[1], *(Path(module.__file__).parent for module in _BUILT_ON)]
-    return tuple(dict.fromkeys([*paths, *own]))
-
-
-_BUILT_ON: tuple[Any, ...] = (torch, pyro, np)
+def _folders() -> set[Path]:
+    """The folders of Python's standard library, of this package, and of torch, Pyro and NumPy."""
+    modules: tuple[Any, ...] = (torch, pyro, np)
+    paths = {Path(path) for name, path in sysconfig.get_paths().items() if name.endswith("lib")}
+    return {*paths, Path(__file__).parents[1], *(Path(module.__file__).parent for module in modules)}

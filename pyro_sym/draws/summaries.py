@@ -1,4 +1,4 @@
-"""Pyro's diagnostics and table of draws, with what can be said of few draws."""
+"""Pyro's diagnostics and its table of draws, which also work for few draws and diverged chains."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 __all__ = ["diagnose", "print_table", "without_diverged"]
 
-# Pyro's split R-hat halves chains, and wants two draws in each half.
-LEAST_DRAWS = 4
+# Split R-hat halves chains, and needs two draws in each half.
+MIN_DRAWS = 4
 
 
 def diagnose(samples: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -25,11 +25,11 @@ def diagnose(samples: Mapping[str, Tensor]) -> dict[str, Any]:
         samples: draws by site, of shape ``(C, draws, *shape)``.
 
     Returns:
-        ``{site: {"n_eff": …, "r_hat": …}}``, each of the site's shape; NaN of fewer than four draws a chain.
+        ``{site: {"n_eff": …, "r_hat": …}}``, each of the site's shape; NaN for fewer than four draws a chain.
     """
     report: dict[str, Any] = {}
     for name, value in samples.items():
-        if value.shape[1] < LEAST_DRAWS:
+        if value.shape[1] < MIN_DRAWS:
             unknown = torch.full(value.shape[2:], math.nan, dtype=value.dtype, device=value.device)
             report[name] = {"n_eff": unknown, "r_hat": unknown.clone()}
         else:
@@ -38,7 +38,7 @@ def diagnose(samples: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def without_diverged(samples: Mapping[str, Tensor], diverging: Tensor) -> dict[str, Tensor]:
-    """The draws of chains that did not diverge; of all, if all did.
+    """The draws of chains that did not diverge; of all chains if all did.
 
     Args:
         samples: draws by site, of shape ``(C, draws, *shape)``.
@@ -52,11 +52,11 @@ def without_diverged(samples: Mapping[str, Tensor], diverging: Tensor) -> dict[s
 def print_table(samples: Mapping[str, Tensor], prob: float, diverging: Tensor) -> None:
     """Print mean, sd, median, interval, effective sample size and R-hat by coordinate, in Pyro's layout.
 
-    Draws after a divergence are left out, and so are chains that diverged where chains are compared.
+    Draws after a divergence are left out. Effective sample size and R-hat leave out the whole chain.
 
     Args:
         samples: draws by site, of shape ``(C, draws, *shape)``.
-        prob: of the interval.
+        prob: the probability of the interval.
         diverging: which draws are NaN, of shape ``(draws, C)``.
 
     Raises:

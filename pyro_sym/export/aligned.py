@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from pyro_sym.alignment.by_values import align
-from pyro_sym.symmetry.base import Element, Symmetry
-from pyro_sym.symmetry.elementary import Permutation
-from pyro_sym.symmetry.flat import flatten, leaves
+from pyro_sym.symmetry.base import Element, Group, leaves, map_element
+from pyro_sym.symmetry.flat import normal_form, split
 
 __all__ = ["Aligned", "aligned"]
 
@@ -35,7 +34,7 @@ class Aligned:
     attrs: dict[str, Any]
 
 
-def aligned(draws: Values, symmetry: Symmetry) -> Aligned:
+def aligned(draws: Values, symmetry: Group) -> Aligned:
     """Align draws of shape ``(num_chains, num_samples, *shape)``; those that aren't finite stay as they are.
 
     A chain that diverged and was masked has NaN for draws from there on.
@@ -65,7 +64,11 @@ def aligned(draws: Values, symmetry: Symmetry) -> Aligned:
             samples[site] = draws[site].clone()
             samples[site][finite] = alignment.samples[site]
         identity = symmetry.identity({site: value[0, 0] for site, value in draws.items()}, tuple(batch))
-        elements = _placed(alignment.elements, identity, finite)
+        elements = map_element(
+            lambda whole, part: whole.index_put((finite.to(whole.device),), part),
+            identity,
+            alignment.elements,
+        )
     alignment.warn_if_in_doubt(stacklevel=4)
     attrs["alignment"] = alignment.summary()
     confidence = torch.full(batch, torch.nan, dtype=torch.float64)
@@ -73,21 +76,15 @@ def aligned(draws: Values, symmetry: Symmetry) -> Aligned:
     return Aligned(samples, {**_named(elements, symmetry), "alignment_confidence": confidence}, attrs)
 
 
-def _placed(elements: Element, everywhere: Element, where: Tensor) -> Element:
-    """Elements of some draws, among those of all."""
-    if isinstance(elements, tuple):
-        return tuple(_placed(part, whole, where) for part, whole in zip(elements, everywhere, strict=True))
-    whole = everywhere.clone()
-    whole[where] = elements
-    return whole
-
-
-def _named(elements: Element, symmetry: Symmetry) -> dict[str, Tensor]:
-    """The elements, by member of the symmetry; names are numbered if there are several of a kind."""
-    group = flatten(symmetry)
-    assert group is not None, "align would have refused it"
+def _named(elements: Element, symmetry: Group) -> dict[str, Tensor]:
+    """The elements, by the kinds of the symmetry's members; names are numbered if there are several."""
+    kinds = [
+        (member.kind, part)
+        for member, several in zip(normal_form(symmetry).members, split(symmetry, elements), strict=True)
+        for part in leaves(several)
+    ]
     stats: dict[str, Tensor] = {}
-    kinds = ["permutation" if isinstance(member, Permutation) else "sign" for member in group.members]
-    for i, (kind, part) in enumerate(zip(kinds, leaves(elements), strict=True)):
-        stats[f"{kind}_{kinds[:i].count(kind)}" if kinds.count(kind) > 1 else kind] = part
+    for i, (kind, part) in enumerate(kinds):
+        same = [j for j, (other, _) in enumerate(kinds) if other == kind]
+        stats[kind if len(same) == 1 else f"{kind}_{same.index(i)}"] = part
     return stats

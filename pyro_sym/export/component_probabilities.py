@@ -1,4 +1,4 @@
-"""Allocation probabilities from a Pyro model: which value an enumerated site takes, datum by datum."""
+"""Allocation probabilities of a Pyro model: those of the values of an enumerated site, by datum."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 
 import pyro
 import torch
-import torch.distributions as torch_dist
 from pyro import poutine
 from torch import Tensor
+from torch.distributions import MixtureSameFamily
 
 from pyro_sym.export.log_sum import LogSum
 from pyro_sym.export.sites import unseen
 from pyro_sym.export.vmap_draws import at_draws
 from pyro_sym.model.conditioned_sites import fixed_parameters
-from pyro_sym.model.program import Program, is_data, marginal_terms
+from pyro_sym.model.enumeration import marginal_terms
+from pyro_sym.model.program import Program, is_data
 
 __all__ = ["allocation_probabilities"]
 
@@ -27,7 +28,7 @@ def allocation_probabilities(
     *,
     site: str | None = None,
 ) -> Callable[[Mapping[str, Tensor]], Tensor]:
-    r"""The probabilities that components made data, as a function of draws, for :func:`align_allocations`.
+    r"""Probabilities that data come from components, as a function of draws, for :func:`align_allocations`.
 
     For an enumerable discrete latent site :math:`z` of shape :math:`N` they are
 
@@ -37,9 +38,9 @@ def allocation_probabilities(
                 = \frac{\partial}{\partial \varepsilon_{ij}} \log \sum_z p(z, D \mid \theta_m)
                     \prod_i e^{\varepsilon_{i z_i}} \Big|_{\varepsilon = 0},
 
-    with all enumerable sites summed out, so they are right for mixtures and for hidden Markov models alike
-    (there by the forward-backward algorithm, which is what the derivative of the forward one is). Mixtures
-    that are summed already, observed sites of ``MixtureSameFamily``, need no enumeration:
+    with all enumerable sites summed out. This holds for mixtures and for hidden Markov models alike (where
+    the derivative of the forward algorithm is the forward-backward algorithm). Observed sites of
+    ``MixtureSameFamily`` need no enumeration:
 
     .. math::
 
@@ -50,18 +51,18 @@ def allocation_probabilities(
         args: its positional arguments.
         kwargs: its keyword arguments, as a dict.
         site: the discrete latent site, or the observed mixture; by default all enumerable latent sites, or,
-            if there are none, all observed mixtures, behind one another.
+            if there are none, all observed mixtures, concatenated.
 
     Returns:
         A function from constrained values by latent site, of shape ``(m, *shape)``, to probabilities of shape
-        ``(m, N, K)``; all plates are flattened to one. All these draws are evaluated at once, by
-        ``torch.func.vmap``, where the model allows. Draws of other shapes, or a site without draws, are a
-        ``ValueError``.
+        ``(m, N, K)``, with all plates flattened to one. It evaluates all draws at once, by
+        ``torch.func.vmap``, where the model allows, and raises ``ValueError`` if draws have other shapes or a
+        site has no draws.
 
     Raises:
         TypeError: if ``args`` is no tuple or list, or ``kwargs`` no dict.
         ValueError: if the model has no such site, the sites disagree on the number of components, or a plate
-            shows a part of its rows only.
+            is subsampled.
 
     Example:
         >>> def model(y):
@@ -85,10 +86,15 @@ def allocation_probabilities(
     args = tuple(args)
     with unseen(), pyro.validation_enabled(False):
         program = Program(model, args, kwargs)
-        _refuse_subsampled(program)
+        for name, plate in program.plates.items():
+            raise ValueError(
+                f"plate {name!r} shows {plate.subsample_size} of its {plate.size} rows, and allocations are "
+                "of all data; pass a model without subsample_size"
+            )
         nodes = program.trace({name: latent.value for name, latent in program.latents.items()}).nodes
         no_data = {*program.latents, *fixed_parameters(model, args, kwargs)}
-    mixtures = [name for name, node in nodes.items() if _is_observed_mixture(node) and name not in no_data]
+    observed = {name: node["fn"] for name, node in nodes.items() if is_data(node) and name not in no_data}
+    mixtures = [name for name, fn in observed.items() if isinstance(fn, MixtureSameFamily)]
     sites = [site] if site is not None else list(program.enumerated) or mixtures
     if not sites or not set(sites) <= {*program.enumerated, *mixtures}:
         raise ValueError(
@@ -101,8 +107,8 @@ def allocation_probabilities(
         if sites[0] in mixtures:
             held = poutine.condition(model, data=draw)
             trace = poutine.trace(held).get_trace(*program.args, **program.kwargs)
-            return {"p": _joined([_of_mixture(trace.nodes[name]) for name in sites])}
-        return {"p": _joined(_marginals(program, draw, {name: nodes[name] for name in sites}))}
+            return {"p": _concatenated([_mixture_probabilities(trace.nodes[name]) for name in sites])}
+        return {"p": _concatenated(_marginals(program, draw, {name: nodes[name] for name in sites}))}
 
     def probabilities(draws: Mapping[str, Tensor]) -> Tensor:
         latents = {}
@@ -125,16 +131,8 @@ def allocation_probabilities(
     return probabilities
 
 
-def _refuse_subsampled(program: Program) -> None:
-    for name, plate in program.plates.items():
-        raise ValueError(
-            f"plate {name!r} shows {plate.subsample_size} of its {plate.size} rows, and allocations are of "
-            "all data; give a model without subsample_size"
-        )
-
-
 def _marginals(program: Program, draw: Mapping[str, Tensor], nodes: Mapping[str, Any]) -> list[Tensor]:
-    """What the log joint gains by a shift of one value's log probability is that value's probability."""
+    """Probabilities of values: the derivatives of the log joint with respect to their log probabilities."""
 
     def log_joint(shifts: dict[str, Tensor]) -> Tensor:
         trace = program.trace(draw)
@@ -147,20 +145,15 @@ def _marginals(program: Program, draw: Mapping[str, Tensor], nodes: Mapping[str,
     return [_by_datum(gradients[name], node) for name, node in nodes.items()]
 
 
-def _is_observed_mixture(node: Any) -> bool:
-    return is_data(node) and isinstance(node["fn"], torch_dist.MixtureSameFamily)
-
-
-def _of_mixture(node: Any) -> Tensor:
+def _mixture_probabilities(node: Any) -> Tensor:
     fn, value = node["fn"], node["value"]
-    joint = fn.mixture_distribution.logits + fn.component_distribution.log_prob(
-        value.unsqueeze(-1 - len(fn.event_shape))
-    )
+    by_component = fn.component_distribution.log_prob(value.unsqueeze(-1 - len(fn.event_shape)))
+    joint = fn.mixture_distribution.logits + by_component  # (*batch_shape, K)
     return joint.softmax(-1).reshape(-1, joint.shape[-1])
 
 
 def _zeros(node: Any, like: Tensor) -> Tensor:
-    """A term for every value of a site in every plate."""
+    """Zeros for every value of a site in every plate, broadcastable to its log probability."""
     dim = node["infer"]["_enumerate_dim"]
     plates = {frame.dim: frame.size for frame in node["cond_indep_stack"] if frame.vectorized}
     shape = [plates.get(d, 1) for d in range(min([dim, *plates]), 0)]
@@ -169,13 +162,13 @@ def _zeros(node: Any, like: Tensor) -> Tensor:
 
 
 def _by_datum(marginal: Tensor, node: Any) -> Tensor:
-    """By datum, of shape ``(N, K)``; a common scale of the log joint cancels."""
+    """Probabilities of shape ``(N, K)``; a common scale of the log joint cancels."""
     by_value = marginal.movedim(node["infer"]["_enumerate_dim"], -1)
-    by_value = by_value.reshape(-1, by_value.shape[-1])
+    by_value = by_value.reshape(-1, by_value.shape[-1])  # (N, K)
     return by_value / by_value.sum(-1, keepdim=True)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concatenated(parts: list[Tensor]) -> Tensor:
     sizes = {part.shape[-1] for part in parts}
     if len(sizes) > 1:
         raise ValueError(f"the sites have different numbers of components, {sorted(sizes)}; name one as site")

@@ -1,9 +1,10 @@
-"""Deterministic sites: what a model computes from its latent sites, at every draw and on all rows."""
+"""Deterministic sites of a model: which have one value a draw, and their values at every draw."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pyro
@@ -12,10 +13,11 @@ from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_sym.export.all_rows import Window, Windows, windows
-from pyro_sym.export.names import event_dim_of
+from pyro_sym.export.joined_windows import Shown, on_all_rows
+from pyro_sym.export.names import event_dim_of, shown
 from pyro_sym.export.sites import unseen, variables
-from pyro_sym.export.vmap_draws import at_draws, at_finite_draws
+from pyro_sym.export.vmap_draws import at_finite_draws
+from pyro_sym.model.all_rows import Window, windows
 from pyro_sym.model.program import (
     GivenIndices,
     SubsampledPlate,
@@ -30,19 +32,19 @@ __all__ = ["Deterministic"]
 
 Values = Mapping[str, Tensor]
 
-# So many times sites without draws are drawn anew, to see what depends on them: a fair coin shows the same
-# side every time with a probability of 2e-6.
+# Sites without draws are redrawn this often, to find what depends on them: a fair coin shows the same side
+# each time with a probability of 2e-6.
 NUM_RUNS = 20
-# Draws are evaluated many at once: few enough that values of so many numbers are made.
+# At most this many draws, and about this many numbers, are evaluated at once.
 MOST_DRAWS, CHUNK_NUMEL = 64, 2**20
 
 
 class Deterministic:
     """The deterministic sites of a model.
 
-    A site has one value a draw if it is a function of sites that have draws. It has none if it depends on
-    sites that are summed out, or on the rows that a subsampled plate or a loader happens to show while it
-    lies outside of the plate.
+    A site has one value a draw if it is a function of sites that have draws. It has not if it depends on
+    sites that are summed out, or if it lies outside of a subsampled plate and depends on the rows that the
+    plate or a loader happens to show.
 
     Args:
         model: the Pyro model.
@@ -52,9 +54,9 @@ class Deterministic:
         draw: this draw, constrained values by site.
 
     Attributes:
-        sites: by name, those that have one value a draw, as far as has been compared.
-        left_out: the names of those that have not.
-        given: those of ``sites`` that have draws of their own, and yet can be computed.
+        sites: by name, those that have one value a draw, as far as :meth:`compare` has found.
+        left_out: the names of the others.
+        given: those of ``sites`` that have draws of their own, and can be computed nonetheless.
     """
 
     def __init__(
@@ -67,13 +69,13 @@ class Deterministic:
     ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         every = {name: site for name, site in variables(first) if is_deterministic(site)}
-        # Latent sites without draws, at the values that they happen to have.
+        # Latent sites without draws, and their values in the first trace.
         self._others = {
             name: site["value"]
             for name, site in variables(first)
             if not site["is_observed"] and name not in every and name not in draw
         }
-        # A model reparametrised later has draws of the replaced sites in place of the new ones.
+        # If a model is reparametrised after the run, there are draws of the replaced sites, not the new ones.
         self.given = frozenset() if self._others else frozenset(every.keys() & draw.keys())
         self.sites = {name: site for name, site in every.items() if name in self.given or name not in draw}
         self.left_out: set[str] = set()
@@ -81,23 +83,15 @@ class Deterministic:
         self._draw = {name: value for name, value in draw.items() if name not in self.given}
         self._expected = {name: torch.as_tensor(site["value"]) for name, site in self.sites.items()}
         if self.sites:
-            self._leave_out_unsettled({name: first.nodes[name]["value"] for name in subsampled_plates(first)})
+            self._leave_out_random({name: first.nodes[name]["value"] for name in subsampled_plates(first)})
 
     @property
     def in_subsampled_plates(self) -> list[str]:
-        """Those that have a value for each row of a subsampled plate."""
+        """The sites that have a value for each row of a subsampled plate."""
         return [n for n, site in self.sites.items() if in_subsampled_plate(site["cond_indep_stack"])]
 
     def compare(self, window: Window, args: tuple[Any, ...] | None = None) -> poutine.Trace:
-        """Run the model on other rows, and leave out what is another value there.
-
-        Args:
-            window: the rows of subsampled plates.
-            args: positional arguments with other rows, if not the window shows them.
-
-        Returns:
-            The model's trace there.
-        """
+        """Run the model on other rows, those of a window or in ``args``, and leave out sites that change."""
         trace = self._run(self._draw, window, self.args if args is None else args)
         for name, site in list(self.sites.items()):
             inside = in_subsampled_plate(site["cond_indep_stack"])
@@ -113,7 +107,7 @@ class Deterministic:
         return trace
 
     def leave_out_in(self, plates: Collection[str]) -> None:
-        """Leave out what lies in one of these plates."""
+        """Leave out the sites in one of these plates."""
         for name, site in list(self.sites.items()):
             if any(frame.name in plates for frame in site["cond_indep_stack"]):
                 self._leave_out(name)
@@ -121,43 +115,25 @@ class Deterministic:
     def at(
         self, draws: Values, plates: Mapping[str, SubsampledPlate], wanted: Collection[str]
     ) -> dict[str, Tensor]:
-        """The values of some of the sites at draws.
-
-        Args:
-            draws: constrained values, of shape ``(M, *shape)``.
-            plates: the subsampled plates.
-            wanted: names of sites.
+        """The values of wanted sites at draws ``(M, *shape)``, on all rows of the subsampled plates.
 
         Returns:
-            Values by site, of shape ``(M, *shape)``, on all rows; NaN at draws that are not finite.
+            Values by site, of shape ``(M, *shape)``; NaN at draws that are not finite.
         """
         wanted = [name for name in self.sites if name in wanted]
         if not wanted:
             return {}
         held = {name: value for name, value in draws.items() if name not in self.given}
         chunk_size = max(1, min(MOST_DRAWS, CHUNK_NUMEL // max(1, self._numel)))
-        whole = Windows()
         by_row = not set(wanted).isdisjoint(self.in_subsampled_plates)
+        needed = list(windows(plates))[: None if by_row else 1]  # other values are the same in all windows
+
+        def one(draw: dict[str, Tensor], window: Window) -> dict[str, Shown]:
+            nodes = self._run(draw, window, self.args).nodes
+            return {name: shown(nodes[name]) for name in wanted}
+
         with unseen():
-            for window in windows(plates):
-                sites: dict[str, Any] = {}
-
-                def one(
-                    draw: dict[str, Tensor], window: Any = window, sites: Any = sites
-                ) -> dict[str, Tensor]:
-                    nodes = self._run(draw, window, self.args).nodes
-                    sites.update({name: nodes[name] for name in wanted})
-                    return {name: torch.as_tensor(nodes[name]["value"]) for name in wanted}
-
-                def several(draws: Values, one: Any = one) -> dict[str, Tensor]:
-                    return at_draws(one, draws, chunk_size)
-
-                for name, part in at_finite_draws(several, held).items():
-                    event_dim = event_dim_of(sites[name], tuple(part.shape[1:]))
-                    whole.put(name, part, sites[name]["cond_indep_stack"], window, event_dim)
-                if not by_row:  # other windows show the same
-                    break
-        return whole.values
+            return at_finite_draws(partial(on_all_rows, one, needed, chunk_size), held)
 
     def _run(self, draw: Values, window: Window, args: tuple[Any, ...]) -> poutine.Trace:
         with GivenIndices(window) if window else nullcontext():
@@ -168,18 +144,18 @@ class Deterministic:
         self.left_out.add(name)
         self.sites.pop(name, None)
 
-    def _leave_out_unsettled(self, rows: Window) -> None:
-        """Leave out what depends on sites without draws."""
+    def _leave_out_random(self, rows: Window) -> None:
+        """Leave out the sites that depend on sites without draws."""
         for _ in range(NUM_RUNS if self._others else 0):
-            with pyro.validation_enabled(False), _Anew(self._others), GivenIndices(rows):
+            with pyro.validation_enabled(False), _Redraw(self._others), GivenIndices(rows):
                 trace = traced(poutine.condition(self.model, data=self._draw), self.args, self.kwargs)
             for name in list(self.sites):
                 if not _equal(self._expected[name], trace.nodes.get(name)):
                     self._leave_out(name)
 
 
-class _Anew(Messenger):
-    """Draws sites anew, where it can from all of their values alike."""
+class _Redraw(Messenger):
+    """Draws sites again: uniformly from all of their values where these can be listed."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()
@@ -204,6 +180,6 @@ def _equal(value: Tensor, site: Any) -> bool:
         return False
     if not value.is_floating_point() or not value.numel():
         return torch.equal(value, other)
-    # On a GPU one sum may come out in two ways.
+    # Sums on a GPU are not reproducible to the last bit.
     rounding = 8 * torch.finfo(value.dtype).eps * float(value.nan_to_num().abs().max())
     return torch.allclose(value, other, rtol=0.0, atol=rounding, equal_nan=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro
@@ -12,16 +11,17 @@ from pyro import poutine
 from pyro.distributions import Unit
 from torch import Tensor
 
-from pyro_sym.export.all_rows import Window, Windows, windows
-from pyro_sym.export.pointwise import Data, Term, picks_rows, terms_of
+from pyro_sym.export.joined_windows import JoinedWindows, Shown, on_all_rows
+from pyro_sym.export.pointwise import Data, picks_rows, terms_of
 from pyro_sym.export.sites import unseen
-from pyro_sym.export.vmap_draws import at_draws
+from pyro_sym.model.all_rows import Window, windows
 from pyro_sym.model.conditioned_sites import FromPrior, fixed_parameters
-from pyro_sym.model.program import Program, base_of, in_subsampled_plate, is_data, is_deterministic
+from pyro_sym.model.program import Program, in_subsampled_plate, is_data, is_deterministic
+from pyro_sym.unwrap import base_of
 
-__all__ = ["Likelihood", "log_likelihood"]
+__all__ = ["PointwiseLikelihood", "log_likelihood"]
 
-# By default so many terms are computed at once: large enough for torch, small enough for the cache.
+# Log probabilities computed at once by default: enough to keep torch busy, few enough for the cache.
 CHUNK_NUMEL = 2**18
 
 Values = Mapping[str, Tensor]
@@ -35,7 +35,7 @@ def log_likelihood(
     chunk_size: int | None = None,
     **kwargs: Any,
 ) -> dict[str, Tensor]:
-    r"""The log likelihood of every datum at every draw, as leave-one-out cross-validation asks for it.
+    r"""The log likelihood of every datum at every draw, as leave-one-out cross-validation needs it.
 
     For each observed site and each entry :math:`n` of its batch shape this is
 
@@ -45,26 +45,26 @@ def log_likelihood(
                   = \log \sum_z p(z \mid \theta_m) \, p(y_n \mid z, \theta_m),
 
     with the sum over enumerable discrete sites that :math:`y_n` depends on and that have no draws. If several
-    data share such a site, as all steps of one sequence do in a hidden Markov model, their log likelihood is
-    one joint term, with the plates that the shared site has; observed sites tied together in this way are
-    one entry, named ``"x+y"``.
+    data share such a site, as all steps of a sequence do in a hidden Markov model, their log likelihood is
+    one joint term, in the plates of the shared site; the joint term of several observed sites is named
+    ``"x+y"``.
 
-    * Scales (``poutine.scale``, and those of subsampled plates) weigh inference, and are left out here.
-    * A subsampled plate is shown window after window, so that the result covers all its rows.
-    * Masked entries are NaN: they are no data. (The exporter drops them.) In a joint term masked parts count
-      nothing.
-    * Factors and deterministic sites are no data either, and neither are parameters at values that
-      ``poutine.condition`` fixes (sites whose density does not depend on the latent ones).
+    * Scales (of ``poutine.scale`` and of subsampled plates) are left out: they are weights for inference.
+    * The result covers all rows of a subsampled plate.
+    * Masked entries are NaN, as they are not data (the exporter drops them). In a joint term they add 0.
+    * Factors and deterministic sites are not data, nor are parameters that ``poutine.condition`` fixes
+      (sites whose density does not depend on the latent sites).
 
-    Draws are evaluated many at once, by ``torch.func.vmap``, or one by one, with a warning, where the model's
-    control flow depends on their values. Random state and handlers outside are left alone.
+    Many draws are evaluated at once by ``torch.func.vmap``; where the model's control flow depends on their
+    values they are evaluated one by one, with a warning. The random state is restored, and handlers outside
+    see nothing.
 
     Args:
         model: a Pyro model.
         draws: constrained values of its latent sites, of shape ``(num_samples, *shape)``.
         *args: the model's positional arguments.
         group_by_chain: whether draws have a chain dim in front, ``(num_chains, num_samples, *shape)``.
-        chunk_size: how many draws are evaluated at once; by default as many as make about 260,000 terms.
+        chunk_size: how many draws to evaluate at once; by default as many as give about 260,000 terms.
         **kwargs: the model's keyword arguments.
 
     Returns:
@@ -77,8 +77,8 @@ def log_likelihood(
             rather than by the plate.
 
     Warns:
-        UserWarning: if the model has no data, so that the result is empty, or if it has ``pyro.factor`` s in
-            plates of data, which may be a part of the likelihood and are not in the result.
+        UserWarning: if the model has no data, so that the result is empty, or if it has a ``pyro.factor`` in
+            a plate of data: it may belong to the likelihood, but is not in the result.
 
     Example:
         >>> def model(y):
@@ -102,12 +102,9 @@ def log_likelihood(
             raise _wrong_shape(name, value, group_by_chain)
     flat = {name: value.flatten(0, sample_ndim - 1) for name, value in draws.items()}
     first = {name: value[0] for name, value in flat.items()}
-    fits = _Fits(first)
-    with unseen(), pyro.validation_enabled(False), suppress(_MisfitError):
-        fits(FromPrior()(poutine.condition(model, data=first)))(*args, **kwargs)
-    if fits.misfit is not None:
-        raise _wrong_shape(fits.misfit, draws[fits.misfit], group_by_chain)
-    likelihood = Likelihood(model, first, args, kwargs)
+    with unseen(), pyro.validation_enabled(False), _ShapeCheck(draws, group_by_chain):
+        FromPrior()(poutine.condition(model, data=first))(*args, **kwargs)
+    likelihood = PointwiseLikelihood(model, first, args, kwargs)
     likelihood.warn_of_factors(stacklevel=3)
     terms = likelihood.at(flat, chunk_size)
     lead = next(iter(draws.values())).shape[:sample_ndim]
@@ -123,35 +120,30 @@ def _wrong_shape(name: str, value: Tensor, group_by_chain: bool) -> ValueError:
     )
 
 
-class _MisfitError(Exception):
-    """Ends the run of a model at a draw that doesn't fit it."""
+class _ShapeCheck(poutine.messenger.Messenger):
+    """Refuses draws that have dims that their site has not, or too few for its event.
 
-
-class _Fits(poutine.messenger.Messenger):
-    """Looks for the first site whose draw has dims that the site doesn't have, or too few for its event.
-
-    Such a draw may broadcast against the data, and give a likelihood of other draws without an error. Dims of
-    size 1 in front are fine, which Pyro's ``Predictive`` adds; so are missing batch dims, as of a site that
-    is drawn inside a plate and has one value for all of it.
+    Such a draw may broadcast against the data and give a wrong likelihood without an error. Dims of size 1 in
+    front, which Pyro's ``Predictive`` adds, are allowed. So are missing batch dims: a site in a plate may
+    have one value for the whole plate.
     """
 
-    def __init__(self, draw: Values) -> None:
+    def __init__(self, draws: Values, group_by_chain: bool) -> None:
         super().__init__()
-        self.draw = draw
-        self.misfit: str | None = None
+        self.draws, self.group_by_chain = draws, group_by_chain
 
     def _pyro_sample(self, msg: Any) -> None:
-        if msg["name"] not in self.draw or is_deterministic(msg):
+        if msg["name"] not in self.draws or is_deterministic(msg):
             return
-        fn, shape = msg["fn"], self.draw[msg["name"]].shape
+        fn, value = msg["fn"], self.draws[msg["name"]]
+        shape = value.shape[2 if self.group_by_chain else 1 :]  # of one draw
         surplus = max(0, len(shape) - len(fn.shape()))
         if len(shape) < fn.event_dim or any(size != 1 for size in shape[:surplus]):
-            self.misfit = msg["name"]
-            raise _MisfitError
+            raise _wrong_shape(msg["name"], value, self.group_by_chain)
 
 
-class _Held:
-    """A model held at the draw of the moment."""
+class _Conditioned:
+    """A model conditioned on a draw that can be replaced."""
 
     def __init__(self, model: Callable[..., Any], draw: Values) -> None:
         self.model, self.draw = model, draw
@@ -160,8 +152,8 @@ class _Held:
         return poutine.condition(self.model, data=dict(self.draw))(*args, **kwargs)
 
 
-class Likelihood:
-    """A model's data, term by term.
+class PointwiseLikelihood:
+    """The log likelihood of a model, by datum.
 
     Args:
         model: a Pyro model.
@@ -170,7 +162,7 @@ class Likelihood:
         kwargs: its keyword arguments.
 
     Attributes:
-        data: what each term is about, by name, over all rows.
+        data: the data of each term, by name, over all rows.
 
     Raises:
         ValueError: as :func:`log_likelihood` does.
@@ -183,38 +175,31 @@ class Likelihood:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self._held = _Held(model, draw)
+        self._held = _Conditioned(model, draw)
         with unseen(), pyro.validation_enabled(False):
             self._no_data = draw.keys() | fixed_parameters(model, args, kwargs, draw)
             self._program = Program(self._held, args, kwargs)
             if self._program.latents:
                 raise ValueError(
-                    f"there are no draws of the latent sites {list(self._program.latents)}, without which "
-                    "there is no likelihood; pass draws of all sites that can't be summed out"
+                    f"there are no draws of the latent sites {list(self._program.latents)}, which the "
+                    "likelihood needs; pass draws of all sites that can't be summed out"
                 )
-            self.data = self._look()
+            self.data = self._check_all_rows()
 
     def at(self, draws: Values, chunk_size: int | None = None) -> dict[str, Tensor]:
         """The log likelihood at draws of shape ``(M, *shape)``, as tensors of shape ``(M, *batch_shape)``."""
-        whole = Windows()
+
+        def one(draw: dict[str, Tensor], window: Window) -> dict[str, Shown]:
+            self._held.draw = draw
+            terms = terms_of(self._program.trace({}, window), self._no_data)
+            return {term.name: Shown(term.masked_out, term.data.frames) for term in terms}
+
         size = chunk_size or max(1, CHUNK_NUMEL // self._numel)
         with unseen():
-            for window in windows(self._program.plates):
-                frames: dict[str, tuple[Any, ...]] = {}
-
-                def one(
-                    draw: dict[str, Tensor], window: Window = window, frames: dict[str, Any] = frames
-                ) -> dict[str, Tensor]:
-                    terms = list(self._terms(draw, window))
-                    frames.update({term.name: term.data.frames for term in terms})
-                    return {term.name: term.masked_out for term in terms}
-
-                for name, part in at_draws(one, draws, size).items():
-                    whole.put(name, part, frames[name], window)
-        return whole.values
+            return on_all_rows(one, windows(self._program.plates), size, draws)
 
     def warn_of_factors(self, stacklevel: int) -> None:
-        """Say what of the likelihood is not in the terms."""
+        """Warn of factors, which may belong to the likelihood and are not in the terms."""
         if not self.data:
             factors = f", and its factors {list(self._factors)} are no data" if self._factors else ""
             warnings.warn(
@@ -227,17 +212,17 @@ class Likelihood:
         plates = {frame.name for data in self.data.values() for frame in data.frames}
         if among := [name for name, inside in self._factors.items() if inside & plates]:
             warnings.warn(
-                f"the factors {among} lie in plates of data, and are not in the log likelihood; observe data "
-                "by pyro.sample(..., obs=...) if they are a part of it",
+                f"the factors {among} lie in plates of data, and are not in the log likelihood; if they "
+                "belong to it, observe the data by pyro.sample(..., obs=...)",
                 stacklevel=stacklevel,
             )
 
-    def _look(self) -> dict[str, Data]:
-        """See at one draw what there is, and that the rows shown are those asked for."""
-        whole, frames = Windows(), {}
+    def _check_all_rows(self) -> dict[str, Data]:
+        """Run the model on all windows at one draw, and check that it shows the rows that it is asked for."""
+        whole, frames = JoinedWindows(), {}
         seen: dict[str, Tensor] = {}
         self._numel = 1
-        self._factors: dict[str, set[str]] = {}  # their plates, by name
+        self._factors: dict[str, set[str]] = {}  # plates by factor
         for window in windows(self._program.plates):
             trace = self._program.trace({}, window)
             for name, site in trace.nodes.items():
@@ -247,8 +232,8 @@ class Likelihood:
                     continue
                 if in_subsampled_plate(site["cond_indep_stack"]) and not picks_rows(site, window, seen):
                     raise ValueError(
-                        f"site {name!r} shows some rows of a subsampled plate, and the model's arguments say "
-                        "which, not the plate; pass args and kwargs with all rows"
+                        f"site {name!r} shows some rows of a subsampled plate, and the model's arguments "
+                        "choose which, not the plate; pass args and kwargs with all rows"
                     )
             terms = list(terms_of(trace, self._no_data))
             self._numel = max(self._numel, sum(term.log_prob.numel() for term in terms))
@@ -257,7 +242,3 @@ class Likelihood:
                 if term.data.kept is not None:
                     whole.put(term.name, term.data.kept, term.data.frames, window)
         return {name: Data(several, whole.values.get(name)) for name, several in frames.items()}
-
-    def _terms(self, draw: Values, window: Window) -> Iterator[Term]:
-        self._held.draw = draw
-        return terms_of(self._program.trace({}, window), self._no_data)

@@ -1,4 +1,4 @@
-"""Sums over discrete symbols in log space, by elimination of one symbol after another."""
+"""Sums over discrete variables in log space, by variable elimination; works under ``vmap``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Packed = Any
 
 
 class LogSum(LogRing):
-    """A ring for ``pyro.ops.contract``: Pyro's own contains an autograd function, which ``vmap`` refuses."""
+    """A ring for ``pyro.ops.contract``. Pyro's own uses an autograd function, which ``vmap`` refuses."""
 
     def sumproduct(self, terms: Sequence[Packed], dims: Iterable[str]) -> Packed:
-        """Add packed terms up, and sum symbols out, the one that touches the fewest others first."""
+        """Log of Σ_dims exp Σ terms: sum symbols out one by one, first those that join the fewest dims."""
         left, rest = list(terms), set(dims)
         while rest:
             symbol = min(sorted(rest), key=lambda dim: len(_symbols(_touching(left, dim))))
@@ -41,7 +41,7 @@ def _symbols(terms: Sequence[Packed]) -> str:
 
 
 def _added(terms: Sequence[Packed]) -> Packed:
-    """Packed terms side by side, with their dims in the order of the alphabet."""
+    """The sum of packed terms, with dims in alphabetical order."""
     symbols = _symbols(terms)
     total: Packed = 0.0
     for term in terms:

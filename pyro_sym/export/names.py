@@ -1,4 +1,4 @@
-"""Names, shapes and types that ArviZ and netCDF can take."""
+"""Names, dims and types of variables, as ArviZ and netCDF need them; masked entries are dropped."""
 
 from __future__ import annotations
 
@@ -12,10 +12,22 @@ import torch
 from torch import Tensor
 
 from pyro_sym import _arviz
+from pyro_sym.export.joined_windows import Shown
 from pyro_sym.export.sites import infer_of
 from pyro_sym.model.program import is_deterministic
 
-__all__ = ["Dims", "Groups", "Variable", "event_dim_of", "finish", "model_dims", "plate_dims", "stacked"]
+__all__ = [
+    "Dims",
+    "Groups",
+    "Variable",
+    "event_dim_of",
+    "finish",
+    "legal",
+    "model_dims",
+    "plate_dims",
+    "shown",
+    "stacked",
+]
 
 Dims = Mapping[str, Sequence[str | None]]
 
@@ -28,7 +40,7 @@ class Variable:
 
     Attributes:
         value: of shape ``(chain, draw, *shape)``, or ``shape`` if it is data.
-        dims: names of the dims of ``shape``, as far as the model has them; ``None`` if it knows nothing.
+        dims: names of the dims of ``shape``, as far as the model has them; ``None`` if it has none.
         kept: which entries were observed, of the first dims of ``shape``; ``None`` for all.
         sequential: the sequential plates around it.
     """
@@ -42,30 +54,53 @@ class Variable:
 Groups = Mapping[str, Mapping[str, Variable]]
 
 
-@dataclass
 class Labels:
-    """What the groups of one data set share: names of dims, their sizes, and labels.
+    """Names and sizes of dims, and their labels, which groups share; ``dims`` replace those from the model.
 
     Attributes:
-        dims: names by variable, in place of those from the model.
         coords: labels by dim.
-        variables: names of all variables.
-        sizes: by dim, its size and the variable that it was first seen in.
     """
 
-    dims: dict[str, Sequence[str | None]]
-    coords: dict[str, Any]
-    variables: set[str]
-    sizes: dict[str, tuple[int, str]]
+    def __init__(self, groups: Groups, coords: Mapping[str, Any] | None, dims: Dims | None) -> None:
+        self.coords = {legal(name): values for name, values in (coords or {}).items()}
+        self._given = {legal(name): several for name, several in (dims or {}).items()}
+        self._variables = {legal(name) for group in groups.values() for name in group}
+        self._sizes: dict[str, tuple[int, str]] = {}  # of a dim, and the first variable that has it
+        if unknown := self._given.keys() - self._variables:
+            raise ValueError(
+                f"dims are given for {sorted(unknown)}, which are none of {sorted(self._variables)}"
+            )
 
-    @classmethod
-    def of(cls, groups: Groups, coords: Mapping[str, Any] | None, dims: Dims | None) -> Labels:
-        given = {_legal(name): several for name, several in (dims or {}).items()}
-        variables = {_legal(name) for group in groups.values() for name in group}
-        if unknown := given.keys() - variables:
-            raise ValueError(f"dims are given for {sorted(unknown)}, which are none of {sorted(variables)}")
-        labels = {_legal(name): values for name, values in (coords or {}).items()}
-        return cls(given, labels, variables, {})
+    def dims(self, group: str, name: str, variable: Variable) -> list[str]:
+        """Names of the dims of a variable: the user's, or those of plates and event dims, or numbers."""
+        shape = tuple(variable.value.shape[_sample_ndim(group) :])
+        names = self._given.get(name, variable.dims)
+        if names is None:
+            names = [None] * len(shape)
+        elif group == "log_likelihood":  # it has no event dims
+            names = names[: len(shape)]
+        if len(names) != len(shape):
+            raise ValueError(f"dims names {list(names)} for {name!r}, which has shape {shape}")
+        full = [legal(dim) if dim is not None else f"{name}_dim_{i}" for i, dim in enumerate(names)]
+        if len(set(full)) < len(full):
+            raise ValueError(f"two dims of {name!r} have one name: {full}; pass dims for it")
+        for dim, size in zip(full, shape, strict=True):
+            self._check(dim, size, name)
+        return full
+
+    def _check(self, dim: str, size: int, name: str) -> None:
+        """Refuse dims of two sizes, which ArviZ would pad, and those named as a variable, which it loses."""
+        first_size, first = self._sizes.setdefault(dim, (size, name))
+        if size != first_size:
+            raise ValueError(
+                f"dim {dim!r} has size {first_size} in {first!r} and size {size} in {name!r}; pass dims with "
+                "another name for one of them"
+            )
+        if dim in self._variables or dim in SAMPLE_DIMS:
+            raise ValueError(
+                f"dim {dim!r} of {name!r} has the name of a variable or of a sample dim; pass dims with "
+                "another"
+            )
 
 
 def model_dims(site: Any, shape: tuple[int, ...]) -> list[str | None]:
@@ -78,10 +113,10 @@ def model_dims(site: Any, shape: tuple[int, ...]) -> list[str | None]:
 
 
 def event_dim_of(site: Any, shape: tuple[int, ...]) -> int:
-    """Number of event dims of a site's values of a shape.
+    """Number of event dims of a site whose values have a shape.
 
-    Unless told otherwise, ``pyro.deterministic`` takes all dims for event dims, those of plates around it,
-    too. These are told by their sizes, if there is one way only.
+    By default ``pyro.deterministic`` counts all dims as event dims, also those of plates around it. Dims of
+    plates are found by their sizes, if there is only one way to match them.
     """
     stated: int = min(site["fn"].event_dim, len(shape))
     sizes = {f.dim: (f.size, f.full_size) for f in site["cond_indep_stack"] if f.vectorized}
@@ -101,8 +136,14 @@ def event_dim_of(site: Any, shape: tuple[int, ...]) -> int:
     return 0 if not exact and fit(0, missing=True) else stated
 
 
+def shown(site: Any) -> Shown:
+    """The value of a site, with its plates and its number of event dims."""
+    value = torch.as_tensor(site["value"])
+    return Shown(value, tuple(site["cond_indep_stack"]), event_dim_of(site, tuple(value.shape)))
+
+
 def plate_dims(frames: Iterable[Any], batch_shape: tuple[int, ...]) -> list[str | None]:
-    """The plate on each batch dim, if it has its size: that of all its rows, or of those shown."""
+    """The plate on each batch dim, if the dim has the size of the plate or of its subsample."""
     plates = {frame.dim: frame for frame in frames if frame.vectorized}
     names: list[str | None] = []
     for axis in range(-len(batch_shape), 0):
@@ -144,37 +185,32 @@ Finished = tuple[dict[str, dict[str, np.ndarray]], dict[str, dict[str, list[str]
 
 
 def finish(groups: Groups, coords: Mapping[str, Any] | None, dims: Dims | None) -> Finished:
-    """Arrays, names of dims and labels by group, with what was not observed dropped.
-
-    Args:
-        groups: variables by group and name.
-        coords: labels by dim.
-        dims: names of dims by variable, in place of those from the model.
+    """Arrays, names of dims and labels by group, without masked entries; ``dims`` replace the model's.
 
     Raises:
-        ValueError: for what ArviZ would take in silence and lose, or pad.
+        ValueError: for names and shapes that ArviZ would accept, and lose or pad.
     """
-    shared = Labels.of(groups, coords, dims)
+    shared = Labels(groups, coords, dims)
     arrays, names, labels = {}, {}, {}
     for group, variables in groups.items():
-        legal = _observed(_legal_names(group, variables))
-        names[group] = {name: _dims(group, name, variable, shared) for name, variable in legal.items()}
-        rows = _Rows(legal, names[group], shared.coords)
-        values = {name: rows.keep(name, variable, _sample_ndim(group)) for name, variable in legal.items()}
+        kept = _without_masked(_legal_names(group, variables))
+        names[group] = {name: shared.dims(group, name, variable) for name, variable in kept.items()}
+        rows = _ObservedRows(kept, names[group], shared.coords)
+        values = {name: rows.keep(name, variable, _sample_ndim(group)) for name, variable in kept.items()}
         arrays[group] = {name: _to_numpy(group, name, value) for name, value in values.items()}
         labels[group] = rows.coords
     return arrays, names, labels
 
 
-class _Rows:
-    """Which rows the dims of a group have, once masked entries are gone."""
+class _ObservedRows:
+    """The rows of the dims of a group, without those that are masked."""
 
     def __init__(
         self, variables: Mapping[str, Variable], dims: dict[str, list[str]], coords: Mapping[str, Any]
     ) -> None:
         self.dims, self.all_coords, self.coords = dims, coords, dict(coords)
         self.chosen = {name: _whole_rows(v.kept) for name, v in variables.items() if v.kept is not None}
-        # Dims of which some variable has all rows keep them; the others' are called after the variable.
+        # Rows kept by dim, ``None`` for all. If variables differ, all but one get a dim of their own name.
         self.rows: dict[str, list[int] | None] = {}
         for name, variable in variables.items():
             chosen = self.chosen.get(name, [])
@@ -184,7 +220,7 @@ class _Rows:
                     self.rows[dim] = None
 
     def keep(self, name: str, variable: Variable, sample_ndim: int) -> Tensor:
-        """Keep whole rows of dims, or, where that doesn't do, single entries along one flat dim."""
+        """Drop masked rows or, if the masked entries are not whole rows, flatten and drop the entries."""
         value, kept = variable.value, variable.kept
         if kept is None:
             return value
@@ -209,7 +245,7 @@ class _Rows:
 
 
 def _whole_rows(kept: Tensor) -> list[Tensor | None]:
-    """The rows that are kept along each dim, ``None`` for all; nothing if that is not what is kept."""
+    """The rows kept along each dim, ``None`` for all; an empty list if no set of whole rows is kept."""
     some = [kept.movedim(axis, 0).reshape(kept.shape[axis], -1).any(-1) for axis in range(kept.dim())]
     rows = [along.nonzero().flatten() for along in some]
     if not kept[torch.meshgrid(*rows, indexing="ij")].all():
@@ -221,8 +257,8 @@ def _sample_ndim(group: str) -> int:
     return 2 if _arviz.has_sample_dims(group) else 0
 
 
-def _observed(variables: Mapping[str, Variable]) -> dict[str, Variable]:
-    """Leave out variables that are masked altogether, and masks that mask nothing."""
+def _without_masked(variables: Mapping[str, Variable]) -> dict[str, Variable]:
+    """Leave out variables whose entries are all masked, and masks that mask nothing."""
     return {
         name: replace(variable, kept=None) if variable.kept is not None and variable.kept.all() else variable
         for name, variable in variables.items()
@@ -231,64 +267,27 @@ def _observed(variables: Mapping[str, Variable]) -> dict[str, Variable]:
 
 
 def _legal_names(group: str, variables: Mapping[str, Variable]) -> dict[str, Variable]:
-    legal: dict[str, Variable] = {}
+    renamed: dict[str, Variable] = {}
     for name, variable in variables.items():
-        if name in SAMPLE_DIMS and _arviz.has_sample_dims(group):  # ArviZ would make a coordinate of it
-            raise ValueError(
-                f"a variable of {group} is called {name!r}, as a sample dim is; rename the site or function"
-            )
-        if _legal(name) in legal:
-            raise ValueError(f"two variables of {group} are called {_legal(name)!r}; rename one site")
-        legal[_legal(name)] = variable
-    return legal
+        if name in SAMPLE_DIMS and _arviz.has_sample_dims(group):  # it would become a coordinate
+            raise ValueError(f"a variable of {group} has the name of the sample dim {name!r}; rename it")
+        if legal(name) in renamed:
+            raise ValueError(f"two variables of {group} are called {legal(name)!r}; rename one site")
+        renamed[legal(name)] = variable
+    return renamed
 
 
-def _dims(group: str, name: str, variable: Variable, labels: Labels) -> list[str]:
-    """Names of the dims: the user's, or those of plates and event dims, or numbers."""
-    shape = tuple(variable.value.shape[_sample_ndim(group) :])
-    names = labels.dims.get(name, variable.dims)
-    if group == "log_likelihood" and names is not None:  # one number an event
-        names = names[: len(shape)]
-    full = _full_names(name, shape, names)
-    for dim, size in zip(full, shape, strict=True):
-        _check_dim(dim, size, name, labels)
-    return full
-
-
-def _legal(name: str) -> str:
+def legal(name: str) -> str:
+    """The name with dots for slashes, which netCDF reads as groups."""
     return name.replace("/", ".")
-
-
-def _full_names(name: str, shape: tuple[int, ...], names: Sequence[str | None] | None) -> list[str]:
-    names = [None] * len(shape) if names is None else names
-    if len(names) != len(shape):
-        raise ValueError(f"dims names {list(names)} for {name!r}, which has shape {shape}")
-    full = [_legal(dim) if dim is not None else f"{name}_dim_{i}" for i, dim in enumerate(names)]
-    if len(set(full)) < len(full):
-        raise ValueError(f"two dims of {name!r} have one name: {full}; pass dims for it")
-    return full
-
-
-def _check_dim(dim: str, size: int, name: str, labels: Labels) -> None:
-    """Refuse what ArviZ takes in silence: it pads dims of two sizes, and loses variables called as a dim."""
-    first_size, first = labels.sizes.setdefault(dim, (size, name))
-    if size != first_size:
-        raise ValueError(
-            f"dim {dim!r} has size {first_size} in {first!r} and size {size} in {name!r}; pass dims with "
-            "another name for one of them"
-        )
-    if dim in labels.variables or dim in SAMPLE_DIMS:
-        raise ValueError(
-            f"dim {dim!r} of {name!r} has the name of a variable or of a sample dim; pass dims with another"
-        )
 
 
 def _to_numpy(group: str, name: str, value: Tensor) -> np.ndarray:
     value = value.detach().cpu()
-    if value.is_complex() and _arviz.has_sample_dims(group):  # one such variable fails the whole summary
+    if value.is_complex() and _arviz.has_sample_dims(group):  # az.summary would fail
         raise TypeError(
             f"{name!r} of {group} is complex, and ArviZ's statistics are of real numbers; export its real "
-            "and imaginary parts, as torch.view_as_real has them"
+            "and imaginary parts, as torch.view_as_real returns them"
         )
     if value.dtype == torch.bfloat16:  # which numpy doesn't have
         value = value.float()

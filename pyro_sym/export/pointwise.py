@@ -1,4 +1,4 @@
-"""The terms of a model's log likelihood at one draw: by datum, or joint where enumerated sites tie data."""
+"""Terms of the log likelihood at one draw: by datum, or joint for data that share an enumerated site."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.distributions import MaskedDistribution
 from pyro.ops import packed as packed_ops
 from pyro.ops.contract import contract_tensor_tree
 from torch import Tensor
 
-from pyro_sym.export.all_rows import Window
+from pyro_sym._private import mask_of_distribution
 from pyro_sym.export.log_sum import LogSum
 from pyro_sym.export.sites import infer_of
+from pyro_sym.model.all_rows import Window
 from pyro_sym.model.program import is_data
+from pyro_sym.unwrap import layers
 
 __all__ = ["Data", "Term", "mask_of", "picks_rows", "terms_of"]
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a term of the likelihood is about.
+    """The data of a term of the likelihood.
 
     Attributes:
-        frames: the plates around it.
+        frames: the plates around them.
         kept: which entries are not masked, of the term's batch shape; ``None`` for all.
     """
 
@@ -46,19 +47,15 @@ class Term:
 
     @property
     def masked_out(self) -> Tensor:
-        """The same with NaN where nothing was observed."""
+        """The log likelihoods, with NaN for masked entries."""
         return self.log_prob if self.data.kept is None else self.log_prob.where(self.data.kept, torch.nan)
 
 
 def picks_rows(site: Any, window: Window, seen: dict[str, Tensor]) -> bool:
-    """Whether a site in a subsampled plate shows the rows of the window, as far as can be told.
+    """Whether a site in a subsampled plate shows the rows of the window, as far as one can tell.
 
-    What is picked by row numbers is a copy; the very same tensor for other rows was not picked by them.
-
-    Args:
-        site: the site.
-        window: the rows asked for.
-        seen: what to remember from window to window, empty at first.
+    Indexing by row numbers makes a copy, so a value that is the same tensor in two windows was not indexed.
+    ``seen`` keeps the values of the first window, by site.
     """
     subsampled = [f for f in site["cond_indep_stack"] if f.full_size is not None and f.size < f.full_size]
     if any(frame.name not in window for frame in subsampled):
@@ -66,14 +63,14 @@ def picks_rows(site: Any, window: Window, seen: dict[str, Tensor]) -> bool:
     value = site["value"]
     if not isinstance(value, Tensor):
         return True
-    # The tensor itself is kept, or its memory would be another's by the next window.
+    # Keep the tensor, or its memory could be reused in the next window.
     return seen.setdefault(site["name"], value).data_ptr() != value.data_ptr() or all(
         int(window[frame.name][0]) == 0 for frame in subsampled
     )
 
 
 def terms_of(trace: poutine.Trace, given: Set[str]) -> Iterator[Term]:
-    """The terms of a trace whose log probabilities are computed; the given sites have draws, or are fixed."""
+    """The terms of a trace with log probabilities; the ``given`` sites are not data: drawn, or fixed."""
     observed = {name: site for name, site in trace.nodes.items() if is_data(site) and name not in given}
     samples = [site for site in trace.nodes.values() if site["type"] == "sample"]
     enumerated = [site for site in samples if infer_of(site).get("_enumerate_dim") is not None]
@@ -97,12 +94,11 @@ def mask_of(site: Any, shape: tuple[int, ...]) -> Tensor | None:
     fn = site["fn"]
     event_dim = fn.event_dim
     masks = [] if site["mask"] is None or site["mask"] is True else [torch.as_tensor(site["mask"])]
-    while hasattr(fn, "base_dist"):
-        if isinstance(fn, MaskedDistribution) and fn._mask is not True:
-            mask = torch.as_tensor(fn._mask).expand(fn.batch_shape)
-            inside = event_dim - fn.event_dim  # batch dims of this one that are event dims of the site
+    for layer in layers(fn):
+        if (own := mask_of_distribution(layer)) is not True:
+            mask = torch.as_tensor(own).expand(layer.batch_shape)
+            inside = event_dim - layer.event_dim  # batch dims of this one that are event dims of the site
             masks.append(mask.flatten(-inside).any(-1) if inside else mask)
-        fn = fn.base_dist
     if not masks:
         return None
     return torch.stack(torch.broadcast_tensors(*[mask.bool() for mask in masks])).all(0).expand(shape)
@@ -113,7 +109,7 @@ def mask_of(site: Any, shape: tuple[int, ...]) -> Tensor | None:
 
 @dataclass(frozen=True, eq=False)
 class _Component:
-    """Sites that depend on each other through enumerated ones, and the symbols of these."""
+    """Sites that share enumerated sites, and the symbols of these."""
 
     sites: list[Any]
     symbols: frozenset[str]
@@ -138,10 +134,10 @@ def _components(sites: list[Any], summed: set[str]) -> list[_Component]:
 
 
 def _marginal(trace: poutine.Trace, component: _Component, observed: set[str]) -> Term:
-    r"""Log p(y | θ) of observed sites that share summed-out ones.
+    r"""Log p(y | θ) of observed sites that share enumerated sites z.
 
-    It is the sum over everything, less the sum over everything but :math:`y`. That is zero, unless sites with
-    draws, or factors, depend on :math:`z` as well.
+    It is log Σ_z of all factors less log Σ_z of all factors but those of y. The latter is zero, unless sites
+    with draws, or factors, depend on z as well.
     """
     data = [site for site in component.sites if site["name"] in observed]
     others = [site for site in component.sites if site["name"] not in observed]
@@ -153,7 +149,7 @@ def _marginal(trace: poutine.Trace, component: _Component, observed: set[str]) -
         log_prob = log_prob - _total(_contract(trace, others, component.symbols), root, frames)
     masks = [mask_of(site, _batch_shape(_plates(site))) for site in data]
     kept: Tensor | None = None
-    if all(mask is not None for mask in masks):  # a joint term counts if any part of it does
+    if all(mask is not None for mask in masks):  # a joint term is kept if any of its data is
         parts = [
             _over(m.float(), _plates(s), root) for m, s in zip(masks, data, strict=True) if m is not None
         ]
@@ -169,7 +165,7 @@ def _marginal(trace: poutine.Trace, component: _Component, observed: set[str]) -
 def _contract(
     trace: poutine.Trace, sites: list[Any], symbols: frozenset[str]
 ) -> list[tuple[frozenset[str], Tensor]]:
-    """What is left after summing symbols out, by the plates in which it is left; right-aligned."""
+    """Right-aligned log factors after summing symbols out, each with its plates."""
     to_name = {symbol: name for name, symbol in trace.plate_to_symbol.items()}
     to_dim: dict[str, int] = {}
     factors: OrderedDict[frozenset[str], list[Tensor]] = OrderedDict()
@@ -177,7 +173,7 @@ def _contract(
         plates = _plates(site)
         to_dim |= {trace.plate_to_symbol[frame.name]: frame.dim for frame in plates}
         factor = site["packed"]["unscaled_log_prob"]
-        # A masked row counts nothing: its likelihood is 1, and its enumerated prior sums to 1 unmasked.
+        # The likelihood of a masked row is 1. Its enumerated prior stays unmasked, and so sums to 1.
         if site["packed"]["mask"] is not None and infer_of(site).get("_enumerate_dim") is None:
             factor = packed_ops.scale_and_mask(factor, mask=site["packed"]["mask"])
         factors.setdefault(frozenset(trace.plate_to_symbol[f.name] for f in plates), []).append(factor)
@@ -192,14 +188,14 @@ def _contract(
 def _total(
     terms: list[tuple[frozenset[str], Tensor]], root: frozenset[str], frames: Mapping[str, Any]
 ) -> Tensor:
-    """Terms added up, of the batch shape of the root plates."""
+    """The sum of terms, of the batch shape of the root plates."""
     parts = [_over(term, [frames[name] for name in plates], root) for plates, term in terms]
     shape = _batch_shape([frames[name] for name in root])
     return torch.stack([part.expand(shape) for part in parts]).sum(0)
 
 
 def _over(term: Tensor, plates: list[Any], root: frozenset[str]) -> Tensor:
-    """A right-aligned term in some plates, summed over those outside of the root ones."""
+    """A right-aligned term, summed over its plates that are not root plates."""
     shape = torch.broadcast_shapes(term.shape, _batch_shape(plates))
     outside = [frame.dim for frame in plates if frame.name not in root]
     summed = term.expand(shape).sum(outside, keepdim=True) if outside else term.expand(shape)

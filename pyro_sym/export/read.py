@@ -1,4 +1,4 @@
-"""Where draws come from: an MCMC run, a guide, or a dict."""
+"""Read draws, and what is known of them, from an MCMC run, a guide, or a dict."""
 
 from __future__ import annotations
 
@@ -27,25 +27,21 @@ from pyro_sym.model.program import in_subsampled_plate
 
 __all__ = ["Fit", "from_draws", "from_guide", "from_mcmc"]
 
-# The dim of statistics that this package's kernels keep by latent site.
-LATENT_SITE = "latent_site"
-
 
 @dataclass(frozen=True)
 class Fit:
-    """What the groups are made of.
+    """Draws, and the model that they are of.
 
     Attributes:
         draws: posterior draws by site, of shape ``(num_chains, num_samples, *shape)``.
         model: the model, if there is one.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        stats: statistics by name, of the same first two dims as the draws.
-        attrs: what is said of the whole.
-        shows_all: whether the model can be asked for any row of its subsampled plates.
-        other_args: positional arguments with another batch, if ``args`` have one of a loader.
-        coords: labels of dims of the statistics.
-        dims: names of dims of the statistics.
+        stats: statistics of the draws by name, of shape ``(num_chains, num_samples, *shape)``.
+        attrs: attributes of the export.
+        shows_all: whether the model can show any row of its subsampled plates.
+        other_args: positional arguments with another batch, if ``args`` hold one batch of a loader.
+        latent_sites: the sites that statistics by site are of, in this order.
     """
 
     draws: dict[str, Tensor]
@@ -56,8 +52,26 @@ class Fit:
     attrs: dict[str, Any] = field(default_factory=dict)
     shows_all: bool = True
     other_args: tuple[Any, ...] | None = None
-    coords: Mapping[str, Any] = field(default_factory=dict)
-    dims: Mapping[str, list[str | None]] = field(default_factory=dict)
+    latent_sites: list[str] = field(default_factory=list)
+
+    @property
+    def sample_shape(self) -> torch.Size:
+        """``(num_chains, num_samples)``."""
+        return next(iter(self.draws.values())).shape[:2]
+
+    @property
+    def flat(self) -> dict[str, Tensor]:
+        """The draws of all chains, of shape ``(num_chains * num_samples, *shape)``."""
+        return {name: value.flatten(0, 1) for name, value in self.draws.items()}
+
+    def first_finite(self) -> dict[str, Tensor]:
+        """The first draw of which all values are finite, or nothing if there is none."""
+        flat = self.flat
+        for i in range(self.sample_shape.numel()):
+            draw = {name: value[i] for name, value in flat.items()}
+            if all(value.isfinite().all() for value in draw.values()):
+                return draw
+        return {}
 
 
 def from_draws(
@@ -97,41 +111,35 @@ def from_mcmc(
     model = model if model is not None else getattr(kernel, "model", None)
     batches = getattr(kernel, "batches", None) if args is None else None
     other_args = None
-    if batches is not None:  # the model's arguments are a part of the data
+    if batches is not None:  # a batch is among the model's arguments
         args, *others = (Loader([batch]).first().args for batch in islice(batches, 2))
         other_args = others[0] if others else None
     args = args if args is not None else getattr(mcmc, "_args", None) or ()
     kwargs = kwargs if kwargs is not None else getattr(mcmc, "_kwargs", None) or {}
-    reports = [report or {} for report in getattr(mcmc, "_diagnostics", [])]
+    reports = _reports(mcmc)
     attrs = run_settings(mcmc)
     if rates := [float(report["acceptance rate"]) for report in reports if "acceptance rate" in report]:
         attrs["acceptance_rate"] = rates
     stats = _mcmc_stats(reports, draws)
-    by_site = [name for name in stats if name.startswith("site_")]
-    coords: dict[str, Any] = {}
-    dims: dict[str, list[str | None]] = {}
-    if by_site and getattr(kernel, "transforms", None):  # this package's kernels, in the order of their sites
-        coords = {LATENT_SITE: list(kernel.transforms)}
-        dims = {name: [LATENT_SITE] for name in by_site}
-        # What a temperature of a site is an average over.
+    transforms = getattr(kernel, "transforms", None) or {}
+    if transforms and stats.keys() - {"diverging"}:  # a kernel of this package
+        # The number of values that a temperature of a site averages over.
         attrs["unconstrained_sizes"] = {
             name: math.prod(transform.forward_shape(draws[name].shape[2:]))
-            for name, transform in kernel.transforms.items()
+            for name, transform in transforms.items()
         }
-    return Fit(draws, model, args, kwargs, stats, attrs, batches is None, other_args, coords, dims)
+    return Fit(draws, model, args, kwargs, stats, attrs, batches is None, other_args, list(transforms))
 
 
 def _from_store(
     run: Run, model: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Fit:
-    """Read a stored run, which knows neither its model nor its data."""
+    """Read a stored run, which has neither its model nor its data."""
     if run.num_samples == 0:
         raise ValueError(f"there are no draws in {run.path} yet; export it again when there are")
     draws = run.get_samples(group_by_chain=True)
-    stats = _mcmc_stats(run._diagnostics, draws)
-    dims: dict[str, list[str | None]] = {name: [LATENT_SITE] for name in stats if name.startswith("site_")}
-    coords = {LATENT_SITE: run.sites} if dims else {}
-    return Fit(draws, model, args, kwargs, stats, run.attrs, coords=coords, dims=dims)
+    stats = _mcmc_stats(_reports(run), draws)
+    return Fit(draws, model, args, kwargs, stats, run.attrs, latent_sites=run.sites)
 
 
 def from_guide(
@@ -142,16 +150,7 @@ def from_guide(
     num_samples: int,
     densities: bool,
 ) -> Fit:
-    """Draw from a guide, as one chain.
-
-    Args:
-        guide: a Pyro guide.
-        model: the model; by default the guide's.
-        args: positional arguments of both.
-        kwargs: keyword arguments of both.
-        num_samples: number of draws.
-        densities: whether ``log_p`` and ``log_q`` of the draws are wanted.
-    """
+    """Draw from a guide, as one chain; with ``densities``, compute ``log_p`` and ``log_q`` of the draws."""
     with unseen():
         first = latents(poutine.trace(guide).get_trace(*args, **kwargs))
     local = [name for name, site in first.items() if in_subsampled_plate(site["cond_indep_stack"])]
@@ -159,8 +158,8 @@ def from_guide(
     attrs: dict[str, Any] = {"guide": type(guide).__name__}
     if local:
         warnings.warn(
-            f"sites {local} of the guide are inside subsampled plates and left out of the export: their rows "
-            "are others in every draw. Pass args and kwargs that switch subsampling off to have them",
+            f"sites {local} of the guide are inside subsampled plates and left out of the export: each draw "
+            "has other rows. To export them, pass args and kwargs that switch subsampling off",
             stacklevel=3,
         )
         attrs["left_out"] = local
@@ -187,8 +186,8 @@ def from_guide(
 
 
 def _without_initial_values(model: Any) -> Any:
-    """An autoguide keeps its model under a handler that draws initial values in place of the prior's."""
-    while isinstance(model, functools.partial) and isinstance(model.args[0], InitMessenger):
+    """Take off the handler under which an autoguide keeps its model: it replaces draws by initial values."""
+    while isinstance(model, functools.partial) and isinstance(next(iter(model.args), None), InitMessenger):
         model = model.args[1]
     return model
 
@@ -201,7 +200,7 @@ def _guide_draws(
     num_samples: int,
     densities: bool,
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Draws of shape ``(num_samples, *shape)``, and their density if the guide tells it with them."""
+    """Draws of shape ``(num_samples, *shape)``, and their log density if the guide computes both."""
     if densities and isinstance(guide, AutoSymmetrized):
         values, density = draw_symmetrized(guide, num_samples, args, kwargs)
         return {name: values[name] for name in kept}, density
@@ -209,7 +208,7 @@ def _guide_draws(
         if hasattr(guide, "sample_posterior"):
             values = guide.sample_posterior(*args, sample_shape=(num_samples,), **kwargs)
         else:
-            # Predictive would pad the values with the dims of plates they are not in.
+            # Predictive would pad values with dims of plates that their sites are not in.
             rows = [latents(poutine.trace(guide).get_trace(*args, **kwargs)) for _ in range(num_samples)]
             values = {name: torch.stack([row[name]["value"] for row in rows]) for name in kept}
     return {name: values[name] for name in kept}, None
@@ -234,26 +233,31 @@ def _mcmc_draws(mcmc: Any) -> dict[str, Tensor]:
     return draws
 
 
-def _mcmc_stats(reports: list[dict[str, Any]], draws: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Statistics by draw, from the kernel's own report of each chain.
+def _reports(mcmc: Any) -> list[dict[str, Any]]:
+    """What the kernel reports of each chain, as Pyro's ``MCMC`` keeps it, and this package's runs do.
 
-    ``mcmc.diagnostics()`` would compute the effective sample size of every coordinate first, and fail on
+    ``mcmc.diagnostics()`` would first compute the effective sample size of every coordinate, and fail on
     short chains.
     """
-    shape = next(iter(draws.values())).shape[:2]
+    return [report or {} for report in getattr(mcmc, "_diagnostics", [])]
+
+
+def _mcmc_stats(reports: list[dict[str, Any]], draws: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Statistics of draws, of any shape ``(num_chains, num_samples, *shape)``, by the kernel's names."""
+    num_chains, num_samples = next(iter(draws.values())).shape[:2]
     stats: dict[str, Tensor] = {}
     if reports and all("divergences" in report for report in reports):
-        stats["diverging"] = torch.zeros(shape, dtype=torch.bool)
+        stats["diverging"] = torch.zeros(num_chains, num_samples, dtype=torch.bool)
         for chain, report in enumerate(reports):
             stats["diverging"][chain, report["divergences"]] = True
     if reports and all("sample_stats" in report for report in reports):
         for name in reports[0]["sample_stats"]:
             by_chain = [torch.as_tensor(report["sample_stats"][name]) for report in reports]
             for chain, values in enumerate(by_chain):
-                if values.shape[:1] != shape[1:]:
+                if values.shape[:1] != (num_samples,):
                     raise ValueError(
                         f"the statistic {name!r} of chain {chain} has shape {tuple(values.shape)}, expected "
-                        f"one value for each of {shape[1]} draws"
+                        f"one value for each of {num_samples} draws"
                     )
-            stats[name] = torch.stack(by_chain)
+            stats[name] = torch.stack(by_chain)  # (num_chains, num_samples, *shape)
     return stats

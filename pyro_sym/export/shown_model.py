@@ -1,4 +1,4 @@
-"""What a model shows of itself at one draw: its sites and plates, and its data on all rows."""
+"""A model run at one draw: its sites and plates, and its data on all rows."""
 
 from __future__ import annotations
 
@@ -9,36 +9,38 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_sym.export.all_rows import Windows, windows
 from pyro_sym.export.deterministic import Deterministic
+from pyro_sym.export.joined_windows import JoinedWindows
 from pyro_sym.export.names import Variable, model_dims
 from pyro_sym.export.pointwise import mask_of, picks_rows
 from pyro_sym.export.sites import unseen, variables
+from pyro_sym.model.all_rows import windows
 from pyro_sym.model.conditioned_sites import FromPrior, fixed_parameters
 from pyro_sym.model.program import in_subsampled_plate, is_data, is_deterministic, subsampled_plates, traced
 
-__all__ = ["Model"]
+__all__ = ["ShownModel"]
 
 
-class Model:
-    """A model with its arguments, seen at one draw.
+class ShownModel:
+    """A model with its arguments, and what a run of it at one draw shows.
 
     Args:
         program: the Pyro model.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        draw: constrained values of its latent sites; those without, say summed-out ones, come from the prior.
-        shows_all: whether subsampled plates, asked for other rows, show other data. They don't if the data
-            are batches of a loader.
+        draw: constrained values of its latent sites; others, as those that are summed out, are drawn from
+            their prior.
+        shows_all: whether subsampled plates can show any rows. They can't if the data are batches of a
+            loader.
         other_args: positional arguments with another batch of the loader, if there is one.
 
     Attributes:
         sites: the model's random variables and deterministic sites, by name.
         plates: its subsampled plates.
         fixed: sites that are parameters at values fixed by ``poutine.condition``.
-        left_out: the observed sites of which it shows a part only.
+        left_out: the observed sites of which it shows only some rows.
         observed: the data, by site.
-        deterministic: what it computes from its latent sites.
+        deterministic: its deterministic sites.
     """
 
     def __init__(
@@ -65,14 +67,14 @@ class Model:
                 self.deterministic.compare({}, other_args)
 
     def _read(self, first: poutine.Trace, draw: Mapping[str, Tensor]) -> None:
-        data, kept = Windows(), Windows()
+        data, kept = JoinedWindows(), JoinedWindows()
         seen: dict[str, Tensor] = {}
         shown: dict[str, Any] = {}
         left_out = set()
         for window in windows(self.plates):
             trace = self.deterministic.compare(window) if window else first
             for name, site in variables(trace):
-                # At a draw, latent sites are conditioned and thereby "observed" too.
+                # Latent sites are conditioned on the draw, and so "observed" too.
                 if not is_data(site) or name in draw or name in self.fixed:
                     continue
                 shown[name] = site
@@ -101,7 +103,7 @@ class Model:
     def variable(
         self, name: str, value: Tensor, sample_ndim: int = 2, kept: Tensor | None = None
     ) -> Variable:
-        """A tensor of values of a site, with what the model says of its dims."""
+        """Values of a site, with the names of their dims as far as the model has them."""
         site = self.sites.get(name)
         if site is None:
             return Variable(value)
@@ -114,10 +116,10 @@ class Model:
 
 
 def _refuse_flat_draws(sites: Mapping[str, Any], draw: Mapping[str, Tensor]) -> None:
-    """Draws without a chain dim would pass for as many chains, if all sites have dims of their own."""
+    """Refuse draws without a dim of chains: if all sites have dims, draws would pass for chains."""
     for name in sites.keys() & draw.keys():
         fn = sites[name]["fn"]
-        if is_deterministic(sites[name]):  # its plates may count twice, as dims of the batch and of the event
+        if is_deterministic(sites[name]):  # its plates may be among its batch dims and its event dims
             continue
         shape = tuple(fn.batch_shape + fn.event_shape)
         if draw[name].dim() < len(shape):

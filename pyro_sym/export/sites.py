@@ -1,4 +1,4 @@
-"""Which sites of a trace have values to show, and how to look at a program without leaving a mark."""
+"""Which sites of a trace have values to export, and how to run a program without side effects."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 import torch
 from pyro import poutine
 from pyro.distributions import Unit
-from pyro.poutine.subsample_messenger import _Subsample
 
 from pyro_sym._random import fork_random_state
-from pyro_sym.model.program import base_of
+from pyro_sym.unwrap import base_of, is_plate
 
 __all__ = ["infer_of", "latents", "unseen", "variables"]
 
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """No gradients, nothing seen by handlers outside, and the random state put back."""
+    """No gradients, nothing passed to handlers outside, and the random state restored."""
     with torch.no_grad(), fork_random_state(), poutine.block():
         yield
 
 
 def variables(trace: poutine.Trace) -> Iterator[tuple[str, Any]]:
-    """Sample sites that have values: latent ones, data and deterministic ones, but no plates or factors."""
+    """Sample sites that have values: latent, observed and deterministic sites, without plates and factors."""
     for name, site in trace.nodes.items():
-        if site["type"] == "sample" and not isinstance(base_of(site["fn"]), _Subsample | Unit):
+        fn = site.get("fn")  # Pyro's own nodes for arguments and return values have none
+        if site["type"] == "sample" and not is_plate(fn) and not isinstance(base_of(fn), Unit):
             yield name, site
 
 
 def latents(trace: poutine.Trace) -> dict[str, Any]:
-    """The sites that a guide draws for a model."""
+    """The sites of a guide that are latent sites of its model."""
     return {
         name: site
         for name, site in variables(trace)
@@ -41,5 +41,5 @@ def latents(trace: poutine.Trace) -> dict[str, Any]:
 
 
 def infer_of(site: Any) -> Mapping[str, Any]:
-    """A site's ``infer``, which may be missing."""
+    """The ``infer`` of a site, or an empty dict."""
     return site["infer"] or {}

@@ -1,4 +1,4 @@
-"""A function of one draw, evaluated at all of them: many at once where torch can, one by one where not."""
+"""Evaluate a function of one draw at all draws: by ``vmap`` where torch can, otherwise one by one."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 
 __all__ = ["at_draws", "at_finite_draws"]
 
-Function = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+OfOneDraw = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 Values = Mapping[str, Tensor]
 
 
-def at_draws(function: Function, draws: Values, chunk_size: int | None) -> dict[str, Tensor]:
+def at_draws(function: OfOneDraw, draws: Values, chunk_size: int | None) -> dict[str, Tensor]:
     """Evaluate a function at every draw, without gradients.
 
     Args:
         function: takes the values of one draw by name, and returns tensors by name.
         draws: values by name, of shape ``(M, *shape)``.
-        chunk_size: how many draws are evaluated at once, by ``torch.func.vmap``; a function that can't be
+        chunk_size: how many draws to evaluate at once, by ``torch.func.vmap``. A function that can't be
             vectorised, say because its control flow depends on values, is evaluated draw by draw, with a
-            warning. ``None`` is for functions that draw at random: torch's generators write in place, which
-            vmap refuses.
+            warning. ``None`` evaluates draw by draw without trying: for functions that draw at random, as
+            torch's generators write in place, which vmap refuses.
 
     Returns:
         Tensors by name, of shape ``(M, *shape)``.
@@ -35,7 +35,7 @@ def at_draws(function: Function, draws: Values, chunk_size: int | None) -> dict[
     for name, value in draws.items():
         if not len(value):
             raise ValueError(f"there are no draws: those of site {name!r} have shape {tuple(value.shape)}")
-    # Validation looks at values, which vmap has no single one of.
+    # Validation branches on values, which vmap refuses.
     with torch.no_grad(), pyro.validation_enabled(False):
         if chunk_size is None:
             return _one_by_one(function, draws)
@@ -52,19 +52,13 @@ def at_draws(function: Function, draws: Values, chunk_size: int | None) -> dict[
 
 
 def at_finite_draws(function: Callable[[Values], dict[str, Tensor]], draws: Values) -> dict[str, Tensor]:
-    """Evaluate a function of several draws at those that are finite; the others have NaN for values.
-
-    Args:
-        function: takes draws by name, of shape ``(K, *shape)``, and returns tensors by name, of shape
-            ``(K, *shape)``.
-        draws: values by name, of shape ``(M, *shape)``.
+    """Evaluate a function at the finite draws ``(K, *shape)`` of ``(M, *shape)``.
 
     Returns:
-        Tensors by name, of shape ``(M, *shape)``; nothing if no draw is finite.
+        Its tensors by name, ``(M, *shape)`` with NaN at the other draws; nothing if no draw is finite.
     """
-    finite = torch.stack(
-        [value.isfinite().reshape(len(value), -1).all(-1).cpu() for value in draws.values()]
-    ).all(0)
+    each = [value.isfinite().reshape(len(value), -1).all(-1).cpu() for value in draws.values()]
+    finite = torch.stack(each).all(0)  # (M,)
     if finite.all():
         return function(draws)
     if not finite.any():
@@ -74,19 +68,19 @@ def at_finite_draws(function: Callable[[Values], dict[str, Tensor]], draws: Valu
 
 
 def _spread(value: Tensor, where: Tensor) -> Tensor:
-    """Values of some draws among those of all, of which the others have none."""
+    """Put values of some draws in their places among all draws; the others are NaN."""
     whole = torch.full((len(where), *value.shape[1:]), torch.nan, device=value.device)
     whole = whole.to(value.dtype) if value.is_floating_point() else whole  # (M, *shape)
     whole[where] = value.to(whole.dtype)
     return whole
 
 
-def _by_chunks(function: Function, draws: Values, chunk_size: int) -> dict[str, Tensor]:
+def _by_chunks(function: OfOneDraw, draws: Values, chunk_size: int) -> dict[str, Tensor]:
     count = len(next(iter(draws.values())))
     several = torch.func.vmap(lambda draw: dict(function(draw)), randomness="different")
     results: dict[str, Tensor] = {}
     for start in range(0, count, chunk_size):
-        with warnings.catch_warnings():  # of operations that torch runs draw by draw inside of vmap
+        with warnings.catch_warnings():  # of operations that torch runs draw by draw inside vmap
             warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
             parts = several({name: value[start : start + chunk_size] for name, value in draws.items()})
         if chunk_size >= count:
@@ -98,7 +92,7 @@ def _by_chunks(function: Function, draws: Values, chunk_size: int) -> dict[str, 
     return results
 
 
-def _one_by_one(function: Function, draws: Values) -> dict[str, Tensor]:
+def _one_by_one(function: OfOneDraw, draws: Values) -> dict[str, Tensor]:
     count = len(next(iter(draws.values())))
     rows = [function({name: value[i] for name, value in draws.items()}) for i in range(count)]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

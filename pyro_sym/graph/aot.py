@@ -1,4 +1,4 @@
-"""Graphs compiled ahead of time by ``torch._inductor``, and kept on disk for the next run."""
+"""Graphs compiled ahead of time by ``torch._inductor``, and cached on disk for later runs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ __all__ = ["CompilationError", "cache_dir", "compiled"]
 
 aten = torch.ops.aten
 
+ADVICE = "set TORCHINDUCTOR_CACHE_DIR to a folder that can be written to"
+
 
 class CompilationError(RuntimeError):
-    """A graph that could not be compiled, most often because there is no C++ compiler."""
+    """A graph can't be compiled, most often because there is no C++ compiler."""
 
 
 def cache_dir() -> Path:
-    """Where packages are kept: within the directory of ``torch._inductor``, ``TORCHINDUCTOR_CACHE_DIR``."""
-    # As torch finds it, without the seconds that importing torch._inductor takes.
+    """The folder of compiled packages, within that of ``torch._inductor``, ``TORCHINDUCTOR_CACHE_DIR``."""
+    # torch's own rule: importing torch._inductor for it takes seconds.
     root = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if root is None:
         try:
@@ -45,9 +47,9 @@ def cache_dir() -> Path:
 
 
 def compiled(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Function:
-    """Compile a graph for inputs of these shapes, or load it where that was done before.
+    """Compile a graph for inputs of these shapes, or load it from the cache.
 
-    The graph's tensors become inputs, so that a package is good for other data of the same shapes.
+    The graph's tensors become inputs, so that a package also serves other data of the same shapes.
 
     Args:
         graph: free of side effects.
@@ -60,7 +62,7 @@ def compiled(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Function:
         CompilationError: if ``torch._inductor`` can't compile the graph.
 
     Warns:
-        UserWarning: if the cache directory can't be written to; a temporary one is used in its place.
+        UserWarning: if the cache folder can't be written to; a temporary one is used instead.
     """
     lifted, constants = _with_constants_as_inputs(graph)
     everything = [*inputs, *constants]
@@ -73,7 +75,7 @@ def compiled(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Function:
 
 
 def _with_constants_as_inputs(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
-    """A graph that holds no tensors, and what to give it in their place."""
+    """A graph that takes its tensors as further inputs, and these tensors."""
     new = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     constants: list[Tensor] = []
@@ -87,7 +89,7 @@ def _with_constants_as_inputs(graph: fx.GraphModule) -> tuple[fx.GraphModule, li
             env[node] = new.placeholder(node.name)
             constants.append(tensor)
     for node in nodes:
-        if node in tensors and node not in env:  # the compiler can do something with a number
+        if node in tensors and node not in env:  # the compiler can simplify operations with numbers
             options = {"dtype": tensors[node].dtype, "device": tensors[node].device}
             number = tensors[node].flatten()[0].item()
             env[node] = new.call_function(aten.full.default, (list(tensors[node].shape), number), options)
@@ -101,19 +103,19 @@ def _is_uniform(tensor: Tensor) -> bool:
 
 
 def _key(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> str:
-    """A name for what is compiled, in all that it depends on."""
+    """A name for a package, from all that it depends on."""
     parts = [
         graph.code,
         *[f"{tuple(t.shape)} {t.stride()} {t.dtype} {t.device}" for t in inputs],
         torch.__version__,
         torch.backends.cpu.get_cpu_capability(),
-        f"{torch.get_num_threads()} threads",  # inductor writes their number into the code
+        f"{torch.get_num_threads()} threads",  # a constant in the code that inductor writes
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 def _package(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Path:
-    """Find or build a graph's package, in a temporary folder where the cache can't be written to."""
+    """Find or build a graph's package, in a temporary folder if the cache can't be written to."""
     name = f"{_key(graph, inputs)}.pt2"
     path = cache_dir() / name
     if _exists(path):
@@ -129,33 +131,31 @@ def _package(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Path:
 
 
 def _elsewhere(graph: fx.GraphModule, inputs: Sequence[Tensor], path: Path, error: OSError) -> Path:
-    advice = "set TORCHINDUCTOR_CACHE_DIR to a folder that can be written to"
     problem = f"{path.parent} can't be written to ({error.strerror or error})"
     try:
         other = _temporary_folder() / path.name
         if not other.exists():
             warnings.warn(
-                f"{problem}, so that compiled code is kept in {other.parent} and lost when the process ends; "
-                f"{advice}",
+                f"{problem}, so compiled code is kept in {other.parent} until the process ends; {ADVICE}",
                 stacklevel=8,
             )
             with _inductor_writes_to(other.parent):
                 _build(graph, inputs, other)
     except OSError as again:
-        raise CompilationError(f"{problem}, nor can a temporary folder ({again}); {advice}") from again
+        raise CompilationError(f"{problem}, nor can a temporary folder ({again}); {ADVICE}") from again
     return other
 
 
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # not even to be looked at
+    except OSError:  # the folder can't be read
         return False
 
 
 @cache
 def _temporary_folder() -> Path:
-    """One for the process, which deletes it at its end."""
+    """A folder of this process, deleted at its end."""
     folder = tempfile.mkdtemp(prefix="pyro_sym_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
@@ -179,7 +179,7 @@ _NOT_WRITABLE = {errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.ENOTDIR, errno.
 
 
 def _cannot_write(error: BaseException | None) -> OSError | None:
-    """The error of a folder that can't be written to among an error and its causes, if any."""
+    """Among an error and its causes, that of a folder that can't be written to."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _NOT_WRITABLE:
             return error
@@ -188,13 +188,13 @@ def _cannot_write(error: BaseException | None) -> OSError | None:
 
 
 def _build(graph: fx.GraphModule, inputs: Sequence[Tensor], path: Path) -> None:
-    """Compile into a package at ``path``; whoever looks there sees nothing or all of it."""
-    from torch._inductor import aoti_compile_and_package
-
+    """Compile into a package at ``path``, which appears there complete."""
     part = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
     try:
+        from torch._inductor import aoti_compile_and_package
+
         with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, about torch's own
+            warnings.simplefilter("ignore")  # torch's warnings about itself
             program = torch.export.export(graph, tuple(inputs), strict=False)
             aoti_compile_and_package(program, package_path=str(part))
         part.replace(path)
@@ -211,7 +211,7 @@ def _build(graph: fx.GraphModule, inputs: Sequence[Tensor], path: Path) -> None:
 def _load(path: Path) -> Any:
     try:
         return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
-    except TypeError:  # another torch: the way that's public, which imports the compiler
+    except (AttributeError, TypeError):  # another torch: the public function, which imports the compiler
         from torch._inductor import aoti_load_package
 
         return aoti_load_package(str(path)).loader

@@ -1,4 +1,4 @@
-"""A graph of one chain as a function of many, by ``torch.func.vmap`` and by rules where it has none."""
+"""A graph of one chain as a function of many, by ``torch.func.vmap`` and by rules for what that can't do."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ aten = torch.ops.aten
 
 
 class UnbatchableError(UntraceableError):
-    """A graph of one chain that torch can't vectorise over chains; the message names the operation."""
+    """Torch can't vectorise the graph of one chain over chains; the message names the operation."""
 
 
 def over_chains(graph: fx.GraphModule, inputs: list[Tensor], in_dims: tuple[int | None, ...]) -> Function:
-    """A function of many chains that does what a graph does for one.
+    """Vectorise a graph of one chain over chains.
 
-    Some operations have no rule under ``vmap``, or one that fails or takes the chains one by one. These are
-    first written in others: writes into a view, once they have been made free of mutation (``copy``,
-    ``fill``, ``slice_scatter``, ``as_strided``), a boolean mask that is written through (``torch.where``),
-    and the logits' cross entropy.
+    ``vmap`` has no rule for some operations, or a rule that fails or runs chain by chain. These are first
+    replaced by others: writes into views, in the functional form that ``without_writes`` gives them
+    (``copy``, ``fill``, ``slice_scatter``, ``as_strided``), writes through boolean masks (``torch.where``),
+    and the cross entropy of logits.
 
     Args:
-        graph: of one chain, without mutation.
-        inputs: what the graph takes, for one chain.
-        in_dims: by input, 0 if it has the chains in front, else None.
+        graph: of one chain, without in-place operations.
+        inputs: of one chain.
+        in_dims: by input, 0 if its first dim is that of the chains, ``None`` if chains share it.
 
     Returns:
-        The function. It raises an ``UnbatchableError`` where ``vmap`` has no rule for an operation.
+        The function. It raises an ``UnbatchableError`` if ``vmap`` has no rule for an operation.
     """
     if any(node.target in _RULES for node in graph.graph.nodes):
         one, rules = graph, {**_RULES, **_OF_LAYOUT}
@@ -68,14 +68,14 @@ def _cross_entropy(
     pos_weight: Tensor | None = None,
     reduction: int = 1,
 ) -> Tensor:
-    """Without weights and reduction; ``vmap`` takes the operation apart into more, and in-place, ones."""
+    """By its formula, without weights and reduction; ``vmap`` would use more and in-place operations."""
     if weight is not None or pos_weight is not None or reduction != 0:
         return aten.binary_cross_entropy_with_logits(logits, labels, weight, pos_weight, reduction)
     return (1 - labels) * logits - aten.log_sigmoid_forward(logits)[0]
 
 
 def _view_or_copy(node: fx.Node, x: Tensor, size: list[int]) -> Tensor:
-    """What is written in other operations may lie in memory in another way than the original."""
+    """A view or copy: replacements of operations may have other strides than the originals."""
     return x.reshape(size)
 
 
@@ -98,7 +98,7 @@ def _slice_scatter(
     end: int | None = None,
     step: int = 1,
 ) -> Tensor:
-    """With bounds inside the tensor: for others the rule under ``vmap`` overflows."""
+    """With bounds inside the tensor: with others the rule of ``vmap`` overflows."""
     start, end, _ = slice(start, end, step).indices(into.shape[dim])
     return aten.slice_scatter(into, values, dim, start, max(start, end), step)
 
@@ -106,7 +106,7 @@ def _slice_scatter(
 def _index_put(
     node: fx.Node, into: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> Tensor:
-    """Write through a mask by ``torch.where``, if ``values`` has no dim for the elements chosen."""
+    """Write through a mask by ``torch.where``, if ``values`` has no dim for the selected elements."""
     *before, mask = indices
     if any(i is not None for i in before) or mask is None or mask.dtype != torch.bool:
         return aten.index_put(into, indices, values, accumulate)
@@ -135,14 +135,14 @@ def _masked_scatter_backward(node: fx.Node, grad: Tensor, mask: Tensor, sizes: l
 
 
 def _rank(mask: Tensor, count: int) -> Tensor:
-    """By element of a mask, flat, the number of the last chosen one so far."""
+    """The number of the last selected element so far, by element of a flat mask."""
     return (mask.reshape(-1).cumsum(0) - 1).clamp(0, count - 1)
 
 
 def _as_strided(
     node: fx.Node, x: Tensor, size: list[int], stride: list[int], offset: int | None = None
 ) -> Tensor:
-    """The elements by their number, as strides know nothing of chains."""
+    """By the numbers of the elements: strides differ with chains."""
     elements = _elements(node, size, stride, offset)
     if np.array_equal(elements.ravel(), np.arange(x.numel())):
         return x.reshape(size)
@@ -161,16 +161,16 @@ def _as_strided_scatter(
 
 
 def _elements(node: fx.Node, size: list[int], stride: list[int], offset: int | None) -> Any:
-    """Which elements, numbered in order, of a node's first operand a view by strides shows."""
+    """The numbers of the elements of a node's first operand that a strided view shows."""
     own_size, own_stride, own_offset = node.args[0].meta["layout"]  # type: ignore[union-attr]
     offset = own_offset if offset is None else offset
     extent = max(_end(own_size, own_stride, own_offset), _end(size, stride, offset))
-    memory = np.full(extent, -1, dtype=np.int64)  # by place in memory, the element there
+    memory = np.full(extent, -1, dtype=np.int64)  # the number of the element at each place in memory
     count = int(np.prod(own_size, dtype=np.int64))
     _view(memory, own_size, own_stride, own_offset)[...] = np.arange(count).reshape(own_size)
     elements = _view(memory, size, stride, offset).copy()
     if (elements < 0).any():
-        raise UntraceableError("a view by strides shows memory outside of its tensor")
+        raise UntraceableError("a strided view shows memory outside of its tensor")
     return elements
 
 

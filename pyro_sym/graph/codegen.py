@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import suppress
+from types import BuiltinFunctionType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
+from pyro_sym._private import OpOverload, direct_call
 from pyro_sym.graph.record import Function
+from pyro_sym.graph.simplify import alike
 
 __all__ = ["straight_line"]
 
 
 def straight_line(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Function:
-    """Compile a graph to a Python function that does its operations one after the other and nothing else.
+    """Compile a graph to a Python function that only calls its operations, one after the other.
 
-    Where the function of the same name in ``torch`` gives the same result it takes the place of the
-    operator, whose way from Python is longer.
+    If the function of the same name in ``torch`` gives the same result, it is called instead of the
+    operation, as its call takes less time.
+
+    Args:
+        graph: the graph.
+        inputs: tensors to try the operations on.
+
+    Returns:
+        A function of such inputs; its results share no memory with them.
     """
     names: dict[str, Any] = {}  # the function's globals
     lines: list[str] = []
@@ -44,8 +54,8 @@ def straight_line(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Function:
             return repr(arg)
         return bound(arg)  # floats, too: inf has no literal
 
-    def lent(node: fx.Node) -> bool:
-        """Whether an output shares the memory of an input or a constant: the caller is to own it."""
+    def aliases_input(node: fx.Node) -> bool:
+        """Whether an output shares the memory of an input or a constant."""
         memory = values[node].untyped_storage().data_ptr()
         owners = [values[n] for n in nodes if n.op in ("placeholder", "get_attr")]
         return memory in [owner.untyped_storage().data_ptr() for owner in owners]
@@ -59,7 +69,8 @@ def straight_line(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Function:
             elif node.op == "call_function":
                 args = map_arg(node.args, values.__getitem__)
                 kwargs = map_arg(node.kwargs, values.__getitem__)
-                function, values[node] = _shortest_way(node.target, args, kwargs)
+                values[node] = node.target(*args, **kwargs)
+                function = _fastest_call(node.target, args, kwargs, values[node])
                 if node.target is operator.getitem:
                     call = f"{text(node.args[0])}[{text(node.args[1])}]"
                 else:
@@ -68,7 +79,7 @@ def straight_line(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Function:
                     call = f"{bound(function)}({', '.join(arguments)})"
                 lines.append(f"{node.name} = {call}")
             else:
-                outputs = [text(n) + (".clone()" if lent(n) else "") for n in node.args[0]]
+                outputs = [text(n) + (".clone()" if aliases_input(n) else "") for n in node.args[0]]
                 lines.append(f"return {', '.join(outputs)},")
                 continue
             spent = [n.name for n in node.all_input_nodes if last_use[n] is node and n.op == "call_function"]
@@ -81,26 +92,18 @@ def straight_line(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Function:
     return run
 
 
-def _shortest_way(target: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any]:
-    """What to call for an operator, and its result."""
-    value = target(*args, **kwargs)
+def _fastest_call(target: Any, args: Any, kwargs: Any, value: Any) -> Callable[..., Any]:
+    """The function to call for an operation with that value."""
     if not isinstance(target, OpOverload):
-        return target, value
-    name = target._schema.name.removeprefix("aten::")
-    short = getattr(torch._C._VariableFunctions, name, None)
-    if short is not None and isinstance(value, Tensor):
-        try:
+        return cast(Callable[..., Any], target)
+    short = getattr(torch, target.name().removeprefix("aten::").partition(".")[0], None)
+    if isinstance(short, BuiltinFunctionType) and isinstance(value, Tensor):
+        with suppress(TypeError, RuntimeError):
             other = short(*args, **kwargs)
-        except (TypeError, RuntimeError):
-            return target._op, value
-        if _identical(value, other):
-            return short, value
-    return target._op, value
+            if isinstance(other, Tensor) and alike(other, value) and _equal(other, value):
+                return short
+    return direct_call(target)
 
 
-def _identical(one: Tensor, other: Any) -> bool:
-    return (
-        isinstance(other, Tensor)
-        and (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-        and torch.equal(one.nan_to_num(), other.nan_to_num())
-    )
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.nan_to_num(), other.nan_to_num())

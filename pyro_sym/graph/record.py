@@ -1,4 +1,4 @@
-"""Functions of tensors as graphs of plain torch operations: traced, free of writes, simplified."""
+"""Functions of tensors recorded as graphs of torch operations, replayed, and freed of in-place writes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,30 @@ from typing import Any
 import pyro
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch.fx.node import map_arg
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+
+from pyro_sym._private import (
+    OpOverload,
+    TorchDispatchMode,
+    existing,
+    is_mutable,
+    operands_of,
+    returns_view,
+    tree_leaves,
+    tree_map,
+)
 
 __all__ = [
+    "CHECKS",
+    "OF_SHAPE",
+    "Function",
     "Rule",
-    "Simplifier",
     "UntraceableError",
-    "drop_unused",
+    "aten",
+    "is_random",
     "message_of",
     "refuse_side_effects",
     "replay",
-    "simplify",
     "trace",
     "without_writes",
 ]
@@ -35,26 +45,37 @@ aten = torch.ops.aten
 
 Function = Callable[..., tuple[Tensor, ...]]
 
-
 Rule = Callable[..., Any]
-"""Does what an operation does by other operations; it takes the node, then the operation's arguments."""
+"""Replaces an operation by other operations; it takes the node, then the operation's arguments."""
+
+OF_SHAPE = existing(
+    "ones_like.default",
+    "zeros_like.default",
+    "full_like.default",
+    "new_zeros.default",
+    "new_ones.default",
+    "new_full.default",
+)
+"""Operations whose result depends on the shape of their operand only."""
+
+CHECKS = existing("_linalg_check_errors.default")
+"""Operations that raise an error or do nothing."""
 
 
 class UntraceableError(RuntimeError):
-    """A function that a graph of torch operations can't stand for; the message is the reason."""
+    """A function can't be replaced by a graph of torch operations; the message says why."""
 
 
-def message_of(error: BaseException) -> str:
-    """An error's message on one line, without the table of shapes that Pyro's handlers append to it."""
-    lines = str(error).partition("Trace Shapes:")[0].split("\n")
-    text = " ".join(line.strip() for line in lines if line.strip())
+def message_of(error: BaseException | str) -> str:
+    """An error's message on one line of 300 characters at most, without Pyro's table of shapes."""
+    text = " ".join(str(error).partition("Trace Shapes:")[0].split())
     return text if len(text) <= 300 else f"{text[:300]} …"
 
 
 def trace(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """Record what ``function`` does at ``inputs``; tensors that it closes over become the graph's.
+    """Record the operations of ``function`` at ``inputs``; tensors that it closes over become constants.
 
-    It is what ``make_fx`` does, less symbolic shapes: importing those takes longer than all the rest.
+    ``make_fx`` does the same with symbolic shapes, whose import takes longer than all the rest.
     """
     recorder = _Recorder(inputs)
     try:
@@ -68,15 +89,15 @@ def trace(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphMod
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every operation below autograd and vmap; a tensor is known by its identity."""
+    """Records every operation below autograd and vmap; tensors are told apart by ``id``."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.graph = fx.Graph()
         self.root = torch.nn.Module()
         self.nodes: dict[int, fx.Node] = {}
-        self.alive: list[Any] = []  # so that no identity is used twice
-        self.varying: set[fx.Node] = set()
+        self.alive: list[Any] = []  # so that no id is used twice
+        self.varying: set[fx.Node] = set()  # nodes that depend on inputs or random numbers
         for number, tensor in enumerate(inputs):
             node = self._name(tensor, self.graph.placeholder(f"input{number}"))
             self.varying.add(node)
@@ -85,18 +106,18 @@ class _Recorder(TorchDispatchMode):
         if func is aten.lift_fresh.default:  # a tensor that the function makes from Python numbers
             func, args = aten.lift_fresh_copy.default, (args[0].detach(),)
         given = tree_map(self._node_of, (args, kwargs or {}))
-        random = _is_random(func)
+        random = is_random(func)
         of_inputs = any(n in self.varying for n in tree_leaves(given) if isinstance(n, fx.Node))
-        varying = random or (of_inputs and func not in _OF_SHAPE)
+        varying = random or (of_inputs and func not in OF_SHAPE)
         result = func(*args, **kwargs or {})
         tensors = [r for r in tree_leaves(result) if isinstance(r, Tensor)]
         of_values = torch.Tag.dynamic_output_shape in func.tags and func not in _INDEXING
-        if varying and (of_values or not tensors) and func not in _CHECKS:
+        if varying and (of_values or not tensors) and func not in CHECKS:
             raise UntraceableError(
-                "the model's course depends on the value of a tensor, as by an if or item() "
+                "the model branches on the value of a tensor, as by an if or item() "
                 f"({func}{_comma(_origin())}); write it with torch.where"
             )
-        if random and func._schema.is_mutable:
+        if random and is_mutable(func):
             node = self._draw(func, given[0], given[1], result)
         else:
             node = self.graph.call_function(func, *given)
@@ -114,21 +135,21 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _draw(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> fx.Node:
-        """Random numbers as a new tensor, where the function fills one that it has just made."""
+        """Record in-place random numbers as a new tensor, if they fill one that the function has made."""
         if args[0].op != "call_function":
             raise UntraceableError(f"the model changes a tensor in place ({func}{_comma(_origin())})")
         if func in _STANDARD and args[1:] in ((), _STANDARD[func][1]):
             like: dict[str, Any] = {"dtype": result.dtype, "device": result.device}
             return self.graph.call_function(_STANDARD[func][0], (list(result.shape),), like)
-        name = func._schema.name.removeprefix("aten::").removesuffix("_")
-        packet = aten.normal_functional if name == "normal" else getattr(aten, name)
-        overload = {"float": "p"}.get(func._overloadname, func._overloadname)
-        defaults = [a.default_value for a in func._schema.arguments[len(args) :] if not a.kwarg_only]
-        return self.graph.call_function(getattr(packet, overload), (*args, *defaults), kwargs)
+        packet, _, overload = func.name().removeprefix("aten::").partition(".")  # "normal_", "" or "float"
+        name = "normal_functional" if packet == "normal_" else packet.removesuffix("_")
+        overload = {"": "default", "float": "p"}.get(overload, overload)
+        defaults = [a.default_value for a in operands_of(func)[len(args) :] if not a.kwarg_only]
+        return self.graph.call_function(getattr(getattr(aten, name), overload), (*args, *defaults), kwargs)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler for that
+        return False  # the default imports torch's compiler
 
     def _name(self, tensor: Tensor, node: fx.Node) -> fx.Node:
         self.alive.append(tensor)
@@ -166,7 +187,7 @@ def _is_library(path: str) -> bool:
 
 
 def _origin() -> str:
-    """Where in the model the operation of now is done: a line of the user's code, or a site."""
+    """Where in the model the current operation stands: a line of the user's code, or a site."""
     frame: Any = sys._getframe(2)
     while frame is not None and not (
         frame.f_code.co_filename.startswith(_HERE) and frame.f_code is not replay.__code__
@@ -186,25 +207,20 @@ def _comma(origin: str) -> str:
 
 
 def _named(node: fx.Node) -> str:
-    """An operation and where in the model it comes from, in words."""
+    """The name of an operation and its place in the model."""
     return f"{node.target}{_comma(node.meta.get('origin', ''))}"
 
 
-_INDEXING = {aten.index.Tensor}  # so tagged for boolean indices; those are found out by their values
-_CHECKS = {aten._linalg_check_errors.default}  # raise or do nothing
+_INDEXING = {aten.index.Tensor}  # tagged so for boolean masks, which read values: nonzero is recorded, too
 _STANDARD = {
     aten.normal_.default: (aten.randn.default, (0.0, 1.0)),
     aten.uniform_.default: (aten.rand.default, (0.0, 1.0)),
 }
 
 
-def _is_random(target: Any) -> bool:
+def is_random(target: Any) -> bool:
+    """Whether an operation draws random numbers."""
     return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
-
-
-def drop_unused(graph: fx.Graph) -> None:
-    """Take out what has no effect: neither on the outputs, nor on random numbers, nor by raising."""
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure() or node.target in _CHECKS)
 
 
 def replay(
@@ -214,19 +230,19 @@ def replay(
     rules: Mapping[Any, Rule] | None = None,
     constants: Mapping[str, Tensor] | None = None,
 ) -> tuple[Any, ...]:
-    """Do what a graph does, node by node.
+    """Run a graph node by node.
 
     Args:
         graph: the graph.
         inputs: its inputs.
-        rules: by operation, what is done in its place.
-        constants: by name, what takes the place of the graph's own tensors.
+        rules: replacements, by operation.
+        constants: replacements of the graph's own tensors, by name.
 
     Returns:
         The graph's outputs.
 
     Raises:
-        UntraceableError: if an operation fails; the message names it and where in the model it comes from.
+        UntraceableError: if an operation fails; the message names it and its place in the model.
     """
     rules, constants = rules or {}, constants or {}
     given = iter(inputs)
@@ -252,13 +268,13 @@ def replay(
 
 
 def without_writes(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """The same in operations that write into no tensor; it must be free of side effects."""
-    if not any(isinstance(n.target, OpOverload) and n.target._schema.is_mutable for n in graph.graph.nodes):
+    """Replace in-place operations by others; the graph must be free of side effects."""
+    if not any(isinstance(n.target, OpOverload) and is_mutable(n.target) for n in graph.graph.nodes):
         return graph
     names = [str(node.target) for node in graph.graph.nodes if node.op == "get_attr"]
     tensors = [getattr(graph, name) for name in names]
 
-    # A copy of a constant is written to as well, so constants are inputs of what torch rewrites.
+    # Copies of constants are written to as well, and torch rewrites writes to inputs only.
     def pure(*given: Tensor) -> tuple[Any, ...]:
         constants = dict(zip(names, given[len(inputs) :], strict=True))
         return replay(graph, given[: len(inputs)], constants=constants)
@@ -269,198 +285,20 @@ def without_writes(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphM
 
 
 def refuse_side_effects(graph: fx.GraphModule, *, random: bool = False) -> None:
-    """Raise where a graph changes a tensor that outlives the call, or draws random numbers, unless it may."""
-    fresh: set[fx.Node] = set()
+    """Raise if a graph changes a tensor that outlives the call or, unless it may, draws random numbers."""
+    fresh: set[fx.Node] = set()  # tensors made within the call
     for node in graph.graph.nodes:
         if node.target is operator.getitem and node.args[0] in fresh:
             fresh.add(node)
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
-        if _is_random(node.target) and not random:
+        if is_random(node.target) and not random:
             raise UntraceableError(f"the model draws random numbers ({_named(node)})")
         if "batch_norm" in node.target.name() and node.args[5] is True:
             raise UntraceableError("batch normalisation in training mode updates its running statistics")
-        if node.target._schema.is_mutable and node.args[0] not in fresh:
+        if is_mutable(node.target) and node.args[0] not in fresh:
             raise UntraceableError(
                 f"the model changes a tensor in place that outlives the call ({_named(node)})"
             )
-        # A view of a tensor made here is as fresh as the tensor itself.
-        view = any(out.alias_info is not None for out in node.target._schema.returns)
-        if not view or node.args[0] in fresh:
+        if not returns_view(node.target) or node.args[0] in fresh:
             fresh.add(node)
-
-
-def simplify(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """Take out of a graph what does nothing, what is done twice and what depends on no input.
-
-    The graph is run once at ``inputs``, so that shapes and constants are known; it must be free of side
-    effects. Random numbers are drawn anew in each run, as many and in the same order as before.
-    """
-    try:
-        return Simplifier(graph).run(inputs)
-    except Exception as error:  # an operation that no rule foresaw: the model can still be run as it is
-        raise UntraceableError(f"its graph can't be simplified: {type(error).__name__}: {error}") from error
-
-
-class Simplifier:
-    """Rebuilds a graph node by node, each beside its value."""
-
-    def __init__(self, graph: fx.GraphModule) -> None:
-        self.old = graph
-        self.new = fx.Graph()
-        self.attributes: dict[str, Tensor] = {}
-        self.values: dict[fx.Node, Any] = {}  # of new nodes
-        self.known: dict[Any, fx.Node] = {}  # common subexpressions, by what they compute
-        self.constants: dict[Any, fx.Node] = {}
-
-    def run(self, inputs: Sequence[Tensor]) -> fx.GraphModule:
-        """The new graph."""
-        given = iter(inputs)
-        env: dict[fx.Node, Any] = {}  # old nodes: a new node, or a constant
-        with torch.no_grad():
-            for node in self.old.graph.nodes:
-                if node.op == "placeholder":
-                    new = env[node] = self.new.placeholder(node.name)
-                    self.values[new] = next(given)
-                elif node.op == "get_attr":
-                    env[node] = getattr(self.old, str(node.target)).detach()
-                elif node.op == "call_function":
-                    env[node] = self._call(
-                        node.target,
-                        map_arg(node.args, env.__getitem__),
-                        map_arg(node.kwargs, env.__getitem__),
-                    )
-                else:
-                    self.new.output(
-                        tuple(self._as_node(env[n]) for n in node.args[0]),
-                    )
-        drop_unused(self.new)
-        used = {str(n.target) for n in self.new.nodes if n.op == "get_attr"}
-        root = torch.nn.Module()
-        for name in used:
-            root.register_buffer(name, self.attributes[name])
-        return fx.GraphModule(root, self.new)
-
-    def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A node for the call, or its value where that's constant."""
-        leaves = tree_leaves((args, kwargs))
-        operands = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
-        if target is operator.getitem and not isinstance(args[0], fx.Node):
-            return args[0][args[1]]
-        random = _is_random(target)
-        if not operands and not random:
-            return target(*args, **kwargs)
-        value = target(*self._values(args), **self._values(kwargs))
-        if target in _OF_SHAPE:
-            return value
-        if target is aten.fill.Scalar:
-            return torch.full_like(value, args[1])
-        same = self._unchanged(target, args, value)
-        if same is not None:
-            return same
-        if target is aten.cat.default and len(args[0]) == 1:
-            return args[0][0]
-        args, kwargs = tree_map(self._placed, (args, kwargs))
-        # Two draws of the same law are two draws.
-        key = object() if random else _hashable((target, args, sorted(kwargs.items())))
-        if key not in self.known:
-            node = self.known[key] = self.new.call_function(target, args, kwargs)
-            self.values[node] = value
-        return self.known[key]
-
-    def _unchanged(self, target: Any, args: Any, value: Any) -> fx.Node | None:
-        """The operand that a call gives back as it is, if any."""
-        if not isinstance(value, Tensor):
-            return None
-        if target is operator.getitem:
-            parts = args[0].target
-            whole = args[0].args[0] if parts in _SPLITS and len(self.values[args[0]]) == 1 else None
-            return whole if isinstance(whole, fx.Node) else None
-        first = args[0]
-        if isinstance(first, fx.Node) and self._like(first, value):
-            if target in _NOTHING:
-                return first
-            if target in _NEUTRAL_RIGHT and _is_all(args[1], _NEUTRAL_RIGHT[target]):
-                return first
-        if target in _NEUTRAL_LEFT and isinstance(args[1], fx.Node) and self._like(args[1], value):
-            return args[1] if _is_all(first, _NEUTRAL_LEFT[target]) else None
-        if target is aten.neg.default and first.target is aten.neg.default:
-            return first.args[0]
-        return None
-
-    def _like(self, node: fx.Node, value: Tensor) -> bool:
-        own = self.values[node]
-        return (own.shape, own.stride(), own.dtype, own.device) == (
-            value.shape,
-            value.stride(),
-            value.dtype,
-            value.device,
-        )
-
-    def _values(self, tree: Any) -> Any:
-        return map_arg(tree, self.values.__getitem__)
-
-    def _placed(self, leaf: Any) -> Any:
-        return self._as_node(leaf) if isinstance(leaf, Tensor) else leaf
-
-    def _as_node(self, value: Any) -> fx.Node:
-        """A node for a constant tensor."""
-        if isinstance(value, fx.Node):
-            return value
-        layout = (value.shape, value.stride(), value.dtype, value.device)
-        # Equal numbers are one constant if they are few; else the same memory is.
-        key = (*layout, tuple(value.flatten().tolist()) if value.numel() <= 64 else value.data_ptr())
-        if key not in self.constants:
-            name = f"constant{len(self.attributes)}"
-            self.attributes[name] = value
-            node = self.constants[key] = self.new.create_node("get_attr", name)
-            self.values[node] = value
-        return self.constants[key]
-
-
-_OF_SHAPE = {
-    aten.ones_like.default,
-    aten.zeros_like.default,
-    aten.full_like.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-}
-_SPLITS = {aten.split_with_sizes.default, aten.split.Tensor}
-_NOTHING = {
-    aten.alias.default,
-    aten.clone.default,
-    aten.detach.default,
-    aten.expand.default,
-    aten.lift_fresh_copy.default,
-    aten.permute.default,
-    aten.reshape.default,
-    aten._to_copy.default,
-    aten.squeeze.dim,
-    aten.sum.default,  # of a scalar
-    aten._unsafe_view.default,
-    aten.view.default,
-}
-_NEUTRAL_RIGHT = {
-    aten.add.Tensor: 0,
-    aten.sub.Tensor: 0,
-    aten.mul.Tensor: 1,
-    aten.mul.Scalar: 1,
-    aten.div.Tensor: 1,
-    aten.div.Scalar: 1,
-    aten.pow.Tensor_Scalar: 1,
-}
-_NEUTRAL_LEFT = {aten.add.Tensor: 0, aten.mul.Tensor: 1}
-
-
-def _is_all(value: Any, number: float) -> bool:
-    """Whether a constant is one number throughout."""
-    if isinstance(value, Tensor):
-        return value.numel() > 0 and bool((value == number).all())
-    return not isinstance(value, fx.Node) and value == number
-
-
-def _hashable(tree: Any) -> Any:
-    if isinstance(tree, (list, tuple)):
-        return (type(tree).__name__, *map(_hashable, tree))
-    return (type(tree).__name__, tree)

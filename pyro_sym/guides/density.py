@@ -39,6 +39,7 @@ from torch import Tensor
 from pyro_sym.errors import NoDensityError
 from pyro_sym.guides.pyro_guides import prototype_sites, unwrapped
 from pyro_sym.guides.site_normals import site_normals, unconstrained
+from pyro_sym.unwrap import base_of
 
 __all__ = ["Conditioned", "GuideCall", "agrees", "log_density"]
 
@@ -241,7 +242,7 @@ class _At(Messenger):
     def _pyro_post_sample(self, msg: Any) -> None:
         if msg["name"] not in self.call.dims or msg["is_observed"]:
             return
-        if _is_point_mass(msg["fn"]):
+        if isinstance(base_of(msg["fn"]), dist.Delta):
             raise NoDensityError(
                 f"site {msg['name']!r} of the guide is a point mass and has no density; give it a "
                 "distribution"
@@ -249,12 +250,6 @@ class _At(Messenger):
         # Masked, but not scaled: the scale multiplies the log of the average.
         log_prob = scale_and_mask(msg["fn"].log_prob(msg["value"]), mask=msg["mask"])
         self.log_prob = self.log_prob + log_prob.sum()
-
-
-def _is_point_mass(fn: Any) -> bool:
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    return isinstance(fn, dist.Delta)
 
 
 class Conditioned:

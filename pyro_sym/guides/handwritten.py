@@ -9,13 +9,14 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from torch import Tensor
-from torch.distributions import Dirichlet, Independent, constraints
+from torch.distributions import Dirichlet
 
 from pyro_sym.guides.capture import Draws
 from pyro_sym.guides.unit_pairs import UnitAxes, log_ratios, signed_axes
 from pyro_sym.orbit.enumeration import LogProb
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation
+from pyro_sym.unwrap import is_real, without_event_dims
 
 __all__ = ["PairFactors", "factorises", "pair_factors"]
 
@@ -42,7 +43,9 @@ class PairFactors:
         total: Any = 0.0
         for site, axis in self.units.axes.items():
             shape = self.units.view.shapes.get(site, ())
-            total = total + _pairs(_base(draws.fns[site]), axis, shape, sign * draws.values[site])
+            total = total + _pairs(
+                without_event_dims(draws.fns[site]), axis, shape, sign * draws.values[site]
+            )
         return total
 
 
@@ -67,11 +70,11 @@ def pair_factors(symmetry: Symmetry, draws: Draws) -> PairFactors | None:
     if units is None:
         return None
     for site, (native,) in units.view.axes.items():
-        base, axis = _base(draws.fns[site]), units.axes[site]
+        base, axis = without_event_dims(draws.fns[site]), units.axes[site]
         by_unit = -native > len(base.event_shape) and not isinstance(base, dist.Delta)
         if not (by_unit or (isinstance(base, Dirichlet) and axis == -1 and site not in units.view.shapes)):
             return None
-        if units.signed and not (by_unit and _is_real(base.support)):
+        if units.signed and not (by_unit and is_real(base.support)):
             return None
     return PairFactors(units)
 
@@ -107,18 +110,6 @@ def _agree(told: Tensor, actual: Tensor, own: Tensor) -> bool:
     """Up to the square root of the rounding errors."""
     precision = torch.finfo(own.dtype).eps ** 0.5
     return torch.allclose(told, actual, rtol=precision, atol=precision * float(1 + own.abs().max()))
-
-
-def _base(fn: Any) -> Any:
-    while isinstance(fn, Independent):
-        fn = fn.base_dist
-    return fn
-
-
-def _is_real(support: Any) -> bool:
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
-    return support is constraints.real
 
 
 def _trace(pairs: Tensor) -> Tensor:

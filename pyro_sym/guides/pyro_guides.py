@@ -9,12 +9,14 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.guides import AutoCallable
 from pyro.nn import PyroModule
 
-__all__ = ["has_run", "model_of", "prototype_sites", "unwrapped"]
+from pyro_sym._private import called_guide, has_run
+
+__all__ = ["is_named", "model_of", "prototype_sites", "unwrapped"]
 
 
 def unwrapped(guide: Callable[..., Any]) -> Callable[..., Any]:
     """The guide that an ``AutoCallable``, a part of an ``AutoGuideList``, stands for."""
-    return guide._guide if isinstance(guide, AutoCallable) else guide
+    return called_guide(guide) if isinstance(guide, AutoCallable) else guide
 
 
 def prototype_sites(guide: Callable[..., Any]) -> dict[str, Any]:
@@ -41,10 +43,10 @@ def model_of(guide: Callable[..., Any]) -> Callable[..., Any] | None:
     return None
 
 
-def has_run(guide: PyroModule) -> bool:
+def is_named(guide: PyroModule) -> bool:
     """Whether any part of a guide has run, so that its parameters are already named."""
-    used = any(m._pyro_context.used for m in guide.modules() if isinstance(m, PyroModule))
-    if used and not guide._pyro_name:
+    used = any(has_run(m) for m in guide.modules() if isinstance(m, PyroModule))
+    if used and not getattr(guide, "_pyro_name", ""):
         raise ValueError(
             f"{type(guide).__name__} has been run already and has no name for its parameters; give it one, "
             "as in super().__init__(name='guide'), or symmetrise it before its first run"

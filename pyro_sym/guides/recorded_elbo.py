@@ -1,4 +1,4 @@
-"""An ELBO and its gradient by a graph of model and guide, recorded once."""
+"""An ELBO and its gradient from a graph of model and guide that is recorded once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from pyro import poutine
 from pyro.infer import ELBO, Trace_ELBO
 from pyro.poutine.block_messenger import BlockMessenger
-from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.util import warn_if_nan
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pyro_sym._private import active_handlers
 from pyro_sym.graph.record import UntraceableError, message_of
 from pyro_sym.guides.recorded_graph import Call, Recording, Statement
 
@@ -28,38 +28,38 @@ Run = Callable[..., Any]
 class RecordedELBO(ELBO):
     r"""A Pyro ELBO whose loss and gradient are recorded once, and then computed without Pyro.
 
-    It takes the place of the ELBO that it is given, in :class:`~pyro.infer.SVI` and elsewhere, and computes
-    the same unbiased estimates, from the same random numbers,
+    It replaces the ELBO that it wraps, in :class:`~pyro.infer.SVI` and elsewhere, and computes the same
+    unbiased estimates from the same random numbers,
 
     .. math::
 
         \widehat{\mathcal L}(\phi, \epsilon) \quad \text{and} \quad
-        \nabla_\phi \widehat{\mathcal L}(\phi, \epsilon), \qquad \epsilon \sim \text{noise anew in each step},
+        \nabla_\phi \widehat{\mathcal L}(\phi, \epsilon), \qquad \epsilon \sim \text{new noise in each step},
 
-    without running model and guide in each step. The first call with arguments of given shapes is that of
-    the ELBO itself; then the tensor operations of model, guide and gradient are recorded, with parameters and
+    without running model and guide in each step. The first call with arguments of given shapes is a call of
+    the ELBO itself. Then the tensor operations of model, guide and gradient are recorded, with parameters and
     arguments as inputs and random draws as operations, and simplified. The graph is compared with the
     ELBO at other parameters, arguments and random numbers before it is used, and again at the 2nd, 4th,
-    8th, … call. Where they differ, or model or guide can't be recorded (as their course depends on the values
-    of tensors), the ELBO itself is used from then on, and a warning says why.
+    8th, … call. If they differ, or model or guide can't be recorded (for example, they branch on values of
+    tensors), the ELBO itself is used from then on, and a warning says why.
 
-    As with Pyro's ``JitTrace_ELBO``, what model and guide use besides their arguments and parameters is
-    recorded as it was: pass as arguments what changes, such as data or a temperature. Arguments
-    that are no tensors belong to what is recorded: with another value the graph is recorded anew, so pass
-    numbers that change as tensors. A recording takes as long as some forty steps without it; on calls that
-    record or compare, model and guide are run several times.
+    As with Pyro's ``JitTrace_ELBO``, all that model and guide use besides arguments and parameters is
+    recorded as a constant: pass what changes, such as data or a temperature, as arguments. Arguments
+    that aren't tensors are constants, too; each new value means a new recording, so pass
+    numbers that change as tensors. A recording takes as long as some forty steps without it; calls that
+    record or compare run model and guide several times.
 
-    Of :class:`AutoSymmetrized` guides those that compute their average exactly, or from uniform elements, are
-    recorded, with the average in every step; those whose elements are guided, or whose units lie so far apart
+    :class:`AutoSymmetrized` guides are recorded if they compute their average exactly or from uniform
+    elements, with the average in every step. Guides with guided elements, or with units so far apart
     that the average is left out, run as they are.
 
     Args:
         elbo: a Pyro ELBO that has ``differentiable_loss``: ``Trace_ELBO``, ``TraceMeanField_ELBO``, or
             ``TraceEnum_ELBO`` with sites that are enumerated in the model only; ``Trace_ELBO()`` if ``None``.
-        cache_size: how many graphs are kept, for as many shapes of arguments.
+        cache_size: how many graphs are kept, one for each combination of argument shapes.
 
     Attributes:
-        reason: why nothing is recorded any more, else ``None``.
+        reason: why nothing is recorded any more; ``None`` while recordings are used.
 
     Raises:
         ValueError: if the ELBO has no ``differentiable_loss``, or ``cache_size`` is less than 1.
@@ -81,7 +81,7 @@ class RecordedELBO(ELBO):
         elbo = Trace_ELBO() if elbo is None else elbo
         if not hasattr(elbo, "differentiable_loss"):
             raise ValueError(
-                f"{type(elbo).__name__} has no differentiable_loss that could be recorded; pass Trace_ELBO, "
+                f"{type(elbo).__name__} has no differentiable_loss to record; pass Trace_ELBO, "
                 "TraceMeanField_ELBO or TraceEnum_ELBO"
             )
         if cache_size < 1:
@@ -108,7 +108,7 @@ class RecordedELBO(ELBO):
         call = Call(model, guide, args, kwargs)
         recording = self._find(call)
         if recording is None:
-            return cast(float, self._plainly(call, self.elbo.loss_and_grads))
+            return cast(float, self._by_elbo(call, self.elbo.loss_and_grads))
         loss, gradients = recording.evaluate(call.tensors)
         for parameter, gradient in zip(recording.trained, gradients, strict=True):
             if parameter.grad is None:
@@ -132,7 +132,7 @@ class RecordedELBO(ELBO):
         call = Call(model, guide, args, kwargs)
         recording = self._find(call)
         if recording is None:
-            return cast(Tensor, self._plainly(call, cast(Any, self.elbo).differentiable_loss))
+            return cast(Tensor, self._by_elbo(call, cast(Any, self.elbo).differentiable_loss))
         loss = cast(Tensor, _Differentiable.apply(recording, call.tensors, *recording.trained))
         warn_if_nan(loss.detach(), "loss")
         return loss
@@ -152,7 +152,7 @@ class RecordedELBO(ELBO):
         call = Call(model, guide, args, kwargs)
         recording = self._find(call)
         if recording is None:
-            return cast(float, self._plainly(call, self.elbo.loss))
+            return cast(float, self._by_elbo(call, self.elbo.loss))
         loss, _ = recording.evaluate(call.tensors, gradients=False)
         return warn_if_nan(loss.item(), "loss")
 
@@ -160,7 +160,7 @@ class RecordedELBO(ELBO):
         return self.elbo._get_trace(model, guide, args, kwargs)
 
     def _find(self, call: Call) -> Recording | None:
-        """What was recorded for a call, if it is still in force."""
+        """The recording for a call, if it is still valid."""
         if self.reason is not None or call.key is None or _handled():
             return None
         recording = self._recorded.get(call.key)
@@ -176,8 +176,8 @@ class RecordedELBO(ELBO):
                 return None
         return recording
 
-    def _plainly(self, call: Call, method: Callable[..., Any]) -> Any:
-        """A call of the ELBO itself, which is recorded if it can be."""
+    def _by_elbo(self, call: Call, method: Callable[..., Any]) -> Any:
+        """Call the ELBO itself, and record the call if possible."""
         if self.reason is not None:
             return method(call.model, call.guide, *call.args, **call.kwargs)
         with poutine.trace(param_only=True) as stated:
@@ -187,7 +187,7 @@ class RecordedELBO(ELBO):
         elif _handled():
             self._give_up("effect handlers around the step would act on model and guide")
         elif getattr(call.guide, "proposes_elements", False):
-            # What guides them is fitted anew now and then, and steps may leave the average out.
+            # Its proposals are refitted now and then, and steps may leave the average out.
             self._give_up("the guide's average is of guided elements (method 'importance')")
         elif self._num_recorded >= 4 * self.cache_size:
             self._give_up(
@@ -212,13 +212,11 @@ class RecordedELBO(ELBO):
     def _give_up(self, reason: str) -> None:
         self.reason = reason
         self._recorded.clear()
-        warnings.warn(
-            f"the ELBO isn't recorded, so that each step runs model and guide anew: {reason}", stacklevel=4
-        )
+        warnings.warn(f"the ELBO isn't recorded, so each step runs model and guide: {reason}", stacklevel=4)
 
 
 class _Differentiable(torch.autograd.Function):
-    """The loss, whose gradient is computed along with it."""
+    """The loss, with the gradient that is computed along with it."""
 
     @staticmethod
     def forward(ctx: Any, recording: Recording, tensors: list[Tensor], *trained: Tensor) -> Tensor:
@@ -233,8 +231,9 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _handled() -> bool:
-    """Whether effect handlers around the call would act on model and guide."""
-    return not all(
+    """Whether effect handlers around the call would act on model and guide; assumed if Pyro doesn't say."""
+    handlers = active_handlers()
+    return handlers is None or not all(
         isinstance(handler, BlockMessenger) or (isinstance(handler, TraceMessenger) and handler.param_only)
-        for handler in _PYRO_STACK
+        for handler in handlers
     )

@@ -1,4 +1,4 @@
-"""What is recorded of an ELBO: loss and gradient as a graph of parameters and arguments, and its checks."""
+"""The recording of an ELBO: loss and gradient as a graph of parameters and arguments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -17,24 +17,19 @@ from pyro.infer import ELBO
 from pyro.poutine.runtime import am_i_wrapped, effectful
 from torch import Tensor, fx
 from torch.distributions import Transform, constraints, identity_transform, transform_to
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pyro_sym._random import fork_random_state
-from pyro_sym.graph.algebra import fewer_passes
-from pyro_sym.graph.cancellation import cancelled
-from pyro_sym.graph.codegen import straight_line
-from pyro_sym.graph.comparison import NEARER, NUDGES, nudge, relative_error, tolerance
-from pyro_sym.graph.record import (
-    Function,
-    UntraceableError,
-    drop_unused,
-    message_of,
-    refuse_side_effects,
-    simplify,
-    trace,
-    without_writes,
+from pyro_sym._private import (
+    constraint_of,
+    replaced_in_this_thread,
+    tree_flatten,
+    tree_unflatten,
+    unvalidated,
 )
-from pyro_sym.model.gradient import unvalidated
+from pyro_sym._random import fork_random_state
+from pyro_sym.graph.checked import NUDGES, Probe, check, nudge, rewritten_if_right
+from pyro_sym.graph.codegen import straight_line
+from pyro_sym.graph.record import Function, UntraceableError, refuse_side_effects, trace, without_writes
+from pyro_sym.graph.simplify import drop_unused, simplify
 
 __all__ = ["Call", "Recording", "Statement"]
 
@@ -42,7 +37,13 @@ Run = Callable[..., Any]
 
 
 class Call:
-    """Model, guide and their arguments, tensors apart from the rest."""
+    """Model, guide and their arguments, with tensors apart from the rest.
+
+    Attributes:
+        tensors: those among the arguments.
+        key: what a recording depends on besides their values; ``None`` if the call can't be recorded.
+        reason: why not.
+    """
 
     def __init__(self, model: Run, guide: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.model, self.guide, self.args, self.kwargs = model, guide, args, kwargs
@@ -52,7 +53,6 @@ class Call:
         self.key = self._key()
 
     def _key(self) -> Any:
-        """What a recording depends on besides the tensors' values."""
         if any(tensor.requires_grad for tensor in self.tensors):
             self.reason = "an argument requires a gradient of its own"
             return None
@@ -63,7 +63,8 @@ class Call:
             for leaf in self.leaves
         )
         modes = tuple(getattr(run, "training", None) for run in (self.model, self.guide))
-        key = (self.model, self.guide, modes, torch.get_default_dtype(), self.spec, leaves)
+        # The structure in words: a TreeSpec has no hash in older releases of torch.
+        key = (self.model, self.guide, modes, torch.get_default_dtype(), repr(self.spec), leaves)
         try:
             hash(key)
         except TypeError as error:
@@ -72,7 +73,7 @@ class Call:
         return key
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Call:
-        """The same with other tensors in place of these."""
+        """The same call with other tensors."""
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.spec)
@@ -80,9 +81,13 @@ class Call:
 
 
 class Statement(NamedTuple):
-    """What ``pyro.param`` says: a name, the unconstrained value, and the way to the constrained one, if any.
+    """A ``pyro.param`` statement.
 
-    ``stored`` is whether it is in the parameter store, and not local to a module.
+    Attributes:
+        name: of the parameter.
+        parameter: the unconstrained value.
+        transform: to the constrained value, ``None`` for the identity.
+        stored: whether the parameter is in the parameter store, and not local to a module.
     """
 
     name: str
@@ -92,9 +97,9 @@ class Statement(NamedTuple):
 
     @classmethod
     def of(cls, name: str, site: Any) -> Statement:
-        """What the trace of a call says of one."""
+        """The statement of a site of a trace."""
         store = pyro.get_param_store()
-        constraint = store._constraints.get(name, site["kwargs"].get("constraint", constraints.real))
+        constraint = constraint_of(store, name, site["kwargs"].get("constraint", constraints.real))
         transform = transform_to(constraint)
         value = site["value"]
         return cls(
@@ -112,10 +117,10 @@ class Recording:
     Attributes:
         statements: of the parameters of model and guide.
         parameters: all inputs that are no arguments.
-        trained: those that the loss depends on, in order of the gradients.
+        trained: those that the loss depends on, in the order of the gradients.
         run: from parameters and arguments to the loss, constrained parameters, and gradients.
         flags: which parameters required a gradient.
-        run_loss: the same without the gradients, from the same random numbers.
+        run_loss: the same without gradients, from the same random numbers.
         count: how many calls it has served.
     """
 
@@ -129,9 +134,8 @@ class Recording:
 
     @classmethod
     def of(cls, elbo: ELBO, call: Call, statements: list[Statement]) -> Recording:
-        """Record a call and compare the graph with the ELBO, or say why not."""
-        spreads = (0.0, 0.1, 1.0, -1.0)
-        with _noise_kept(call), unvalidated():
+        """Record a call and compare the graph with the ELBO; raise an ``UntraceableError`` if that fails."""
+        with fork_random_state(), unvalidated():
             graph, parameters, trained = _graph(elbo, call, statements)
             inputs = [*parameters, *call.tensors]
             flags = [parameter.requires_grad for parameter in parameters]
@@ -139,24 +143,21 @@ class Recording:
 
             def recording(graph: fx.GraphModule) -> Recording:
                 made = cls(statements, parameters, trained, straight_line(graph, inputs), flags)
-                made.check(elbo, call, spreads)
+                made.check(elbo, call, (0.0, 0.1, 1.0, -1.0))
                 made.run_loss = straight_line(_first(graph, count), inputs)
                 return made
 
-            try:
-                return recording(fewer_passes(cancelled(graph, inputs), inputs))
-            except UntraceableError:  # the graph as it is may do
-                return recording(graph)
+            return rewritten_if_right(graph, inputs, recording)
 
     def in_force(self) -> bool:
-        """Whether the parameters are still those of the parameter store, and the same of them are trained."""
-        current = pyro.get_param_store()._params
+        """Whether the store still holds these parameters, and the same of them are trained."""
+        current = pyro.get_param_store().named_parameters().mapping
         return self.flags == [p.requires_grad for p in self.parameters] and all(
             current.get(s.name) is s.parameter for s in self.statements if s.stored
         )
 
     def evaluate(self, tensors: list[Tensor], *, gradients: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Loss and gradients; states the parameters to handlers outside, such as those of ``SVI.step``."""
+        """Loss and gradients; handlers outside, such as those of ``SVI.step``, see the param statements."""
         run = self.run if gradients or self.run_loss is None else self.run_loss
         with torch.no_grad():
             loss, *rest = run(*self.parameters, *tensors)
@@ -169,68 +170,51 @@ class Recording:
         return loss, tuple(constrained)
 
     def check(self, elbo: ELBO, call: Call, spreads: Sequence[float]) -> None:
-        """Raise unless the graph gives what the ELBO gives, also at parameters so far from these."""
-        for spread in spreads:
-            there = call if spread == 0 else _elsewhere(call)
-            for fraction in NEARER if spread else (1.0,):
-                # A difference at a kink is gone at a nudged point, one that the graph makes isn't.
-                shifts = [_Shift(fraction * spread, number) for number in range(1 + NUDGES)]
-                expected = self._expected(elbo, there, shifts[0])
-                if expected is None:
-                    continue  # too far out for the model
-                first = self._problem(there, shifts[0], expected)
-                if first is not None and not any(
-                    self._problem(there, shift, self._expected(elbo, there, shift)) is None
-                    for shift in shifts[1:]
-                ):
-                    raise UntraceableError(first)
-                break
+        """Raise an ``UntraceableError`` if the graph is wrong at parameters moved by about these spreads."""
 
-    def _expected(self, elbo: ELBO, call: Call, shift: _Shift) -> list[Tensor] | None:
-        """The ELBO's loss and gradients at shifted parameters, or None where they can't be compared."""
-        with _moved(self.parameters, shift):
+        def results(*tensors: Tensor) -> tuple[Tensor, ...]:
+            loss, gradients = self.evaluate(list(tensors))
+            return loss, *gradients
+
+        check(results, [_Probe(elbo, call, self, spread) for spread in spreads])
+
+
+class _Probe(Probe):
+    """Compares a recording with the ELBO at moved parameters and other data, with the same random numbers."""
+
+    def __init__(self, elbo: ELBO, call: Call, recording: Recording, spread: float) -> None:
+        super().__init__(moves=spread != 0)
+        self.elbo, self.recording, self.spread = elbo, recording, spread
+        # away from the recording with the rows of all tensors in reverse
+        self.call = call.with_tensors([t.flip(0) if spread and t.dim() else t for t in call.tensors])
+
+    def reference(self, fraction: float, nudge: int) -> list[Tensor] | None:
+        with _moved(self.recording.parameters, fraction * self.spread, nudge):
             try:
-                expected = _reference(elbo, call, self.trained)
+                expected = _by_elbo(self.elbo, self.call, self.recording.trained)
             except (RuntimeError, ValueError, ArithmeticError):
-                if shift.spread == 0:
-                    raise
-                return None
-        return expected if shift.spread == 0 or all(bool(e.isfinite().all()) for e in expected) else None
+                if self.moves:
+                    return None
+                raise
+        return expected if not self.moves or all(bool(e.isfinite().all()) for e in expected) else None
 
-    def _problem(self, call: Call, shift: _Shift, expected: list[Tensor] | None) -> str | None:
-        """What the graph gets wrong at shifted parameters, if anything."""
-        if expected is None:
-            return "the ELBO fails at nudged parameters"
-        with _moved(self.parameters, shift):
-            try:
-                with _noise_kept(call), poutine.block():
-                    loss, gradients = self.evaluate(call.tensors)
-            except (RuntimeError, IndexError) as error:
-                raise UntraceableError(
-                    f"its graph fails elsewhere than where it was traced: {message_of(error)}"
-                ) from error
-        for what, wanted, result in zip(_names(len(expected)), expected, [loss, *gradients], strict=True):
-            deviation = relative_error(result, wanted)
-            if not deviation <= tolerance(wanted):
-                return (
-                    f"from the same random numbers model and guide give another {what} than when they "
-                    f"were recorded (off by {deviation:.1g}, relative, also at {NUDGES} points close by). "
-                    "This is so if they branch on values, keep a state from call to call, or use random "
-                    "numbers or data that come neither from torch nor from their arguments"
-                )
-        return None
+    def results(self, function: Function, fraction: float, nudge: int) -> tuple[Tensor, ...]:
+        moved = _moved(self.recording.parameters, fraction * self.spread, nudge)
+        with moved, fork_random_state(), poutine.block():
+            return function(*self.call.tensors)
 
-
-class _Shift(NamedTuple):
-    """Where parameters are moved to: so far away, and by which nudge."""
-
-    spread: float
-    nudge: int
+    def problem(self, number: int, deviation: float) -> str:
+        return (
+            f"from the same random numbers model and guide give another {'gradient' if number else 'loss'} "
+            f"than when they were recorded (off by {deviation:.1g}, relative, also at {NUDGES} points close "
+            "by). This is so if they branch on values, keep a state from call to call, or use random numbers "
+            "or data that come neither from torch nor from their arguments"
+        )
 
 
 @effectful(type="param")  # type: ignore[misc,unused-ignore]
 def _state(parameter: Tensor, value: Any) -> Tensor:
-    """What ``pyro.param`` does for a parameter that is there."""
+    """What ``pyro.param`` does for an existing parameter."""
     value.unconstrained = weakref.ref(parameter)
     return cast(Tensor, value)
 
@@ -240,11 +224,11 @@ def _graph(
 ) -> tuple[fx.GraphModule, list[Tensor], list[Tensor]]:
     """The simplified graph, its parameters and those that the loss depends on."""
     parameters = list({id(s.parameter): s.parameter for s in statements}.values())
-    given = [tensor.detach() for tensor in call.tensors]  # known apart from each other and from globals
+    given = [tensor.detach() for tensor in call.tensors]  # new ids: an argument may be a global, too
     trained: list[Tensor] = []
 
     def loss_and_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
-        # Parameters are known by their identity, so nothing need be put in the place of any.
+        # The recorder knows parameters by id, so they are not replaced.
         there = call.with_tensors(inputs[len(parameters) :])
         with poutine.block(), _tensors_for_numbers(elbo), torch.enable_grad():
             loss = cast(Any, elbo).differentiable_loss(there.model, there.guide, *there.args, **there.kwargs)
@@ -279,38 +263,27 @@ def _first(graph: fx.GraphModule, count: int) -> fx.GraphModule:
 
 @contextmanager
 def _tensors_for_numbers(elbo: ELBO) -> Iterator[None]:
-    """Let an ELBO keep tensors where it takes numbers from them, and not look whether they are NaN."""
+    """Let an ELBO keep tensors where it reads numbers from them or checks them for NaN, in this thread."""
 
-    def as_it_is(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def detached(x: Any, *args: Any, **kwargs: Any) -> Any:
         return x.detach() if isinstance(x, Tensor) else x
 
-    def unseen(x: Any, *args: Any, **kwargs: Any) -> Any:
-        return x
-
-    instead = {"torch_item": as_it_is, "warn_if_nan": unseen}
-    modules = {sys.modules[cls.__module__] for cls in type(elbo).__mro__}
-    before = [
-        (module, name, getattr(module, name))
-        for module in modules
-        for name in instead
-        if hasattr(module, name)
-    ]
-    try:
-        for module, name, _ in before:
-            setattr(module, name, instead[name])
+    with ExitStack() as stack:
+        for module in {sys.modules[cls.__module__] for cls in type(elbo).__mro__}:
+            stack.enter_context(replaced_in_this_thread(module, "torch_item", lambda _: detached))
+            stack.enter_context(
+                replaced_in_this_thread(module, "warn_if_nan", lambda _: lambda x, *a, **k: x)
+            )
         yield
-    finally:
-        for module, name, function in before:
-            setattr(module, name, function)
 
 
-def _reference(elbo: ELBO, call: Call, parameters: list[Tensor]) -> list[Tensor]:
-    """Loss and gradients by the ELBO itself, leaving gradients and random numbers as they are."""
+def _by_elbo(elbo: ELBO, call: Call, parameters: list[Tensor]) -> list[Tensor]:
+    """Loss and gradients by the ELBO itself; parameters' ``grad`` and random numbers stay as they are."""
     kept = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     try:
-        with _noise_kept(call), poutine.block(), torch.enable_grad(), warnings.catch_warnings():
+        with fork_random_state(), poutine.block(), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             loss = cast(Any, elbo).loss_and_grads(call.model, call.guide, *call.args, **call.kwargs)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -321,35 +294,19 @@ def _reference(elbo: ELBO, call: Call, parameters: list[Tensor]) -> list[Tensor]
 
 
 @contextmanager
-def _noise_kept(call: Call) -> Iterator[None]:
-    """Leave random numbers where they were."""
-    with fork_random_state():
-        yield
-
-
-@contextmanager
-def _moved(parameters: list[Tensor], shift: _Shift) -> Iterator[None]:
-    """Parameters elsewhere for a while, with other random numbers if far away."""
+def _moved(parameters: list[Tensor], spread: float, number: int) -> Iterator[None]:
+    """Move parameters for a while, by about ``spread`` and by a nudge; other random numbers if ``spread``."""
     before = [parameter.detach().clone() for parameter in parameters]
     with fork_random_state(), torch.no_grad():
-        if shift.spread:
+        if spread:
             torch.manual_seed(0)
             for parameter in parameters:
-                parameter += shift.spread * torch.randn_like(parameter)
-        if shift.nudge:
+                parameter += spread * torch.randn_like(parameter)
+        if number:
             for parameter in parameters:
-                parameter += nudge(parameter, shift.nudge)
+                parameter += nudge(parameter, number)
         try:
             yield
         finally:
             for parameter, value in zip(parameters, before, strict=True):
                 parameter.copy_(value)
-
-
-def _elsewhere(call: Call) -> Call:
-    """A call with the rows of its tensors in reverse."""
-    return call.with_tensors([tensor.flip(0) if tensor.dim() else tensor for tensor in call.tensors])
-
-
-def _names(count: int) -> list[str]:
-    return ["loss", *["gradient"] * (count - 1)]

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pyro.distributions import MaskedDistribution
 from torch import Tensor
-from torch.distributions import Independent
 
+from pyro_sym._private import mask_of_distribution
 from pyro_sym.errors import NoDensityError
 from pyro_sym.symmetry.base import Symmetry, unmoved
+from pyro_sym.unwrap import layers
 
 if TYPE_CHECKING:
     from pyro_sym.guides.capture import Captured
@@ -117,12 +117,11 @@ def refuse_uneven_masks(
 def _mask(site: Captured) -> Tensor | None:
     """The mask of a site, of the shape of its value; None without one that tells entries apart."""
     found: Tensor | None = None
-    fn = site.fn
-    while isinstance(fn, Independent | MaskedDistribution):
-        if isinstance(fn, MaskedDistribution) and isinstance(fn._mask, Tensor):
-            mask = fn._mask.reshape(*fn._mask.shape, *(1,) * len(fn.event_shape)).expand(site.value.shape)
+    for layer in layers(site.fn):
+        mask = mask_of_distribution(layer)
+        if isinstance(mask, Tensor):
+            mask = mask.reshape(*mask.shape, *(1,) * len(layer.event_shape)).expand(site.value.shape)
             found = mask if found is None else found & mask
-        fn = fn.base_dist
     return found
 
 

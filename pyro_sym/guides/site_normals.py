@@ -12,15 +12,15 @@ import torch
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuideList, AutoNormal
 from pyro.infer.autoguide.guides import AutoCallable
 from torch import Tensor
-from torch.distributions import Independent, biject_to
+from torch.distributions import biject_to
 from torch.distributions.transforms import (
-    IndependentTransform,
     StickBreakingTransform,
     Transform,
     identity_transform,
 )
 
 from pyro_sym.guides.pyro_guides import unwrapped
+from pyro_sym.unwrap import transform_of_entries, without_event_dims
 
 __all__ = [
     "SiteNormal",
@@ -162,11 +162,11 @@ def drawn_normals(
 
 @drawn_normals.register
 def _(guide: AutoNormal, sites: Collection[str], auxiliary: Mapping[str, Any]) -> Mapping[str, Sequence[Any]]:
+    if not all(f"{name}_unconstrained" in auxiliary for name in sites):  # another version of Pyro
+        return site_normals(guide, sites)
     found = {}
     for name in sites:
-        fn = auxiliary[f"{name}_unconstrained"]
-        while isinstance(fn, Independent):
-            fn = fn.base_dist
+        fn = without_event_dims(auxiliary[f"{name}_unconstrained"])
         found[name] = (fn.loc, fn.scale)
     return found
 
@@ -195,8 +195,7 @@ def coordinate_transforms(
 
 def coordinatewise(transform: Transform) -> Transform | None:
     """The transform of one coordinate, or ``None`` if the transform mixes coordinates."""
-    while isinstance(transform, IndependentTransform):
-        transform = transform.base_transform
+    transform = transform_of_entries(transform)
     return transform if transform.domain.event_dim == transform.codomain.event_dim == 0 else None
 
 
@@ -225,8 +224,7 @@ def inverse(transform: Any, value: Tensor) -> Tensor:
     ``StickBreakingTransform`` computes the rest of the stick as 1 minus what was broken off, which cancels
     where the rest is short. The sum of the entries that follow does not.
     """
-    if isinstance(transform, IndependentTransform):
-        return inverse(transform.base_transform, value)
+    transform = transform_of_entries(transform)
     if not isinstance(transform, StickBreakingTransform):
         return transform.inv(value)
     tiny = torch.finfo(value.dtype).tiny

@@ -18,6 +18,7 @@ from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor
 
 from pyro_sym._random import fork_random_state
+from pyro_sym.errors import SymmetryError
 from pyro_sym.guides.average import OrbitAverage, Run, Trivial
 from pyro_sym.guides.capture import Capture, Draws, InPlates
 from pyro_sym.guides.checks import check_independence, check_site_normals, refuse_sites
@@ -25,7 +26,7 @@ from pyro_sym.guides.choose import Estimator, EstimatorName, choose
 from pyro_sym.guides.density import GuideCall, log_density
 from pyro_sym.guides.gain import SymmetryGain, reliable, symmetry_gain
 from pyro_sym.guides.handwritten import factorises, pair_factors
-from pyro_sym.guides.pyro_guides import has_run, model_of, prototype_sites
+from pyro_sym.guides.pyro_guides import is_named, model_of, prototype_sites
 from pyro_sym.guides.scale_and_mask import common_scale, is_one, masks, refuse_uneven_masks, sites_apart
 from pyro_sym.guides.separation import Certificate, certificate
 from pyro_sym.guides.site_normals import drawn_normals, site_normals
@@ -108,9 +109,8 @@ class AutoSymmetrized(AutoGuide):
     that value plus the bound, whatever the estimator, with the gradient of the plain guide; the ELBO stays a
     lower bound.
 
-    All this holds for a :class:`Viewed` of permutations and sign flips too, as for the channels of a
-    flattened image, and for products of views. Views of views are treated as any other group. With a group of
-    one element, such as ``Product()`` where no symmetry was found, the guide runs as it is, with a gain of 0.
+    All this holds for a :class:`Viewed` of permutations and sign flips, and products of them, too. With a
+    group of one element, such as ``Product()`` where no symmetry was found, the guide runs as it is.
 
     The guide's own scales and masks (``poutine.scale``, ``poutine.mask``, masked distributions) are kept.
     With a scale :math:`s` on the moved sites their term is :math:`s \log q^G(\omega)`; sites with another
@@ -177,17 +177,20 @@ class AutoSymmetrized(AutoGuide):
         model: Callable[..., Any] | None = None,
     ) -> None:
         own = isinstance(estimator, type) and issubclass(estimator, OrbitAverage)
-        if not own and estimator not in get_args(EstimatorName):
-            raise ValueError(
-                f"estimator={estimator!r} is none of {get_args(EstimatorName)}, and no subclass of "
-                "OrbitAverage"
-            )
+        names = get_args(EstimatorName)
+        if not own and estimator not in names:
+            raise ValueError(f"estimator={estimator!r} is none of {names}, and no subclass of OrbitAverage")
         if num_elements < 2:
             raise ValueError(f"num_elements={num_elements} must be at least 2: the identity and one more")
         if tolerance is not None and not tolerance >= 0:
             raise ValueError(f"tolerance={tolerance} must be a number of nats, at least 0, or None")
         found = model_of(guide)
         super().__init__(model if model is not None else found)
+        if not symmetry.is_finite:
+            raise SymmetryError(
+                f"{symmetry!r} is not finite, and guides are averaged over finite groups only; name a finite "
+                "subgroup, such as a Product of Permutation and SignFlip"
+            )
         self.guide = guide
         self.symmetry = symmetry
         self.estimator = estimator
@@ -199,7 +202,7 @@ class AutoSymmetrized(AutoGuide):
         self._masks: dict[str, Tensor] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, PyroModule) and has_run(value):
+        if isinstance(value, PyroModule) and is_named(value):
             # Its parameters keep the names that they have in the param store.
             torch.nn.Module.add_module(self, name, value)
             return
@@ -491,9 +494,6 @@ class AutoSymmetrized(AutoGuide):
     def _check_symmetry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.model is not None:
             check_symmetry(self.model, self.symmetry, *args, **kwargs)
-            return
-        warnings.warn(
-            f"{self.symmetry!r} is not checked, as the guide does not hold its model; pass model= to "
-            "AutoSymmetrized",
-            stacklevel=4,
-        )
+        else:
+            why = "as the guide does not hold its model; pass model= to AutoSymmetrized"
+            warnings.warn(f"{self.symmetry!r} is not checked, {why}", stacklevel=4)

@@ -1,14 +1,13 @@
 """All rows of subsampled plates: windows that cover them, and models that show many rows at a time.
 
-A subsampled plate is handed one window of rows after another. Where a model takes any number of rows, fewer
-and larger windows do.
+A subsampled plate shows one window of rows after another. Models that accept any number of rows need fewer
+and larger windows.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,10 +15,9 @@ from typing import Any
 import torch
 from pyro.poutine.subsample_messenger import SubsampleMessenger
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from pyro_sym._private import TorchDispatchMode, replaced_in_this_thread, returns_view, tree_leaves
 from pyro_sym.model.program import Program, SubsampledPlate
 
 __all__ = ["Window", "Work", "blocks", "showing", "widened", "windows"]
@@ -32,11 +30,11 @@ MAX_ELEMENTS = 2**22
 
 
 def blocks(plate: SubsampledPlate, order: Tensor | None = None) -> list[Tensor]:
-    """Row numbers in blocks that cover a plate; the last block overlaps with the one before it.
+    """Row numbers in blocks that cover a plate; the last block may overlap with the one before it.
 
     Args:
         plate: the plate.
-        order: the rows in the order in which they are dealt out; by default as they come.
+        order: the order of the rows; ascending by default.
 
     Returns:
         Tensors of ``subsample_size`` row numbers.
@@ -52,39 +50,31 @@ def windows(plates: Mapping[str, SubsampledPlate]) -> Iterator[Window]:
         yield dict(zip(plates, several, strict=True))
 
 
-_resizing = threading.RLock()
-
-
 @contextmanager
 def showing(rows: Mapping[str, int]) -> Iterator[None]:
-    """Have subsampled plates that are made here, in this thread, show another number of rows.
+    """Have subsampled plates that this thread makes show another number of rows.
 
-    Pyro compares the number of indices with the ``subsample_size`` that the model wrote down, so no handler
-    can do this.
+    A handler can't do this: Pyro compares the number of indices with the ``subsample_size`` in the model.
 
     Args:
-        rows: the number of rows by name of plate.
+        rows: the number of rows, by name of plate.
     """
-    thread = threading.get_ident()
-    with _resizing:
-        original = SubsampleMessenger._subsample
 
+    def resizing(original: Callable[..., Any]) -> Callable[..., Any]:
         def resized(
-            name: str, size: int | None = None, subsample_size: int | None = None, *args: Any, **kwargs: Any
+            name: str, size: Any = None, subsample_size: Any = None, *args: Any, **kwargs: Any
         ) -> Any:
-            if subsample_size is not None and name in rows and threading.get_ident() == thread:
-                subsample_size = rows[name]
-            return original(name, size, subsample_size, *args, **kwargs)
+            subsample_size = None if subsample_size is None else rows.get(name, subsample_size)
+            return original(name, size, subsample_size, *args)
 
-        SubsampleMessenger._subsample = staticmethod(resized)  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            SubsampleMessenger._subsample = staticmethod(original)  # type: ignore[method-assign]
+        return resized
+
+    with replaced_in_this_thread(SubsampleMessenger, "_subsample", resizing):
+        yield
 
 
 class Work(TorchDispatchMode):
-    """Adds up what a computation does, whatever the machine.
+    """Counts the work of a computation, the same on all machines.
 
     Attributes:
         operations: floating point operations of products, plus one for every number that is written.
@@ -98,7 +88,7 @@ class Work(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not func.is_view:
+        if not returns_view(func):
             for made in tree_leaves(result):
                 if isinstance(made, Tensor):
                     self.operations += made.numel()
@@ -109,16 +99,16 @@ class Work(TorchDispatchMode):
 
 
 def widened(program: Program, prepare: Callable[[Program], Callable[[], Any]]) -> tuple[Program, int]:
-    """The same model with more rows of its subsampled plates at a time, as far as memory allows.
+    """A model whose subsampled plates show more rows at a time, as many as memory allows.
 
     Args:
         program: a model with subsampled plates.
-        prepare: returns a function that evaluates a program once; the model is widened only if that succeeds
-            on more rows, too.
+        prepare: returns a function that evaluates a program once; the model is widened only if that also
+            succeeds on more rows.
 
     Returns:
-        The program, which is the given one if the model takes no other number of rows, and the operations of
-        an evaluation.
+        The program, the given one if the model accepts no other number of rows, and the operations of an
+        evaluation.
     """
     run = prepare(program)
     with Work() as work:
@@ -142,6 +132,6 @@ def widened(program: Program, prepare: Callable[[Program], Callable[[], Any]]) -
         run = prepare(wide)
         with Work() as wider:
             run()
-    except Exception:  # a model may count on its number of rows in any way
+    except Exception:  # a model may rely on its number of rows in any way
         return program, work.operations
     return wide, wider.operations

@@ -1,20 +1,19 @@
-"""Sites that ``poutine.condition`` fixes: some are data, and some are parameters that are held at a value."""
+"""Sites that ``poutine.condition`` fixes: some are data, others parameters that are held at a value."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import pyro
 import torch
 from pyro import poutine
 from pyro.poutine.condition_messenger import ConditionMessenger
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import _PYRO_STACK
-from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
-from pyro_sym.model.program import GivenIndices, init_to_prior, is_data, subsampled_plates, traced
+from pyro_sym._private import active_handlers, unvalidated
+from pyro_sym.model.program import Args, GivenIndices, init_to_prior, is_data, subsampled_plates, traced
+from pyro_sym.unwrap import is_plate
 
 __all__ = ["FromPrior", "fixed_parameters"]
 
@@ -27,7 +26,8 @@ class _MarkFixed(Messenger):
         self.names: set[str] = set()
 
     def _pyro_sample(self, msg: Any) -> None:
-        inside = _PYRO_STACK[_PYRO_STACK.index(self) + 1 :]
+        handlers = active_handlers() or [self]  # if Pyro doesn't say, all fixed sites count as data
+        inside = handlers[handlers.index(self) + 1 :]
         if any(
             isinstance(m, ConditionMessenger) and _value(m.data, msg["name"]) is msg["value"] for m in inside
         ):
@@ -35,42 +35,41 @@ class _MarkFixed(Messenger):
 
 
 def _value(data: Any, name: str) -> Any:
-    """What ``poutine.condition`` gives a site, from a dict or from a trace; itself where it gives nothing."""
+    """The value that ``poutine.condition`` sets, from a dict or a trace; ``data`` itself if it sets none."""
     if isinstance(data, poutine.Trace):
         data = {key: node["value"] for key, node in data.nodes.items() if key == name}
     return data.get(name, data)
 
 
 class FromPrior(Messenger):
-    """Draws latent sites by :func:`init_to_prior`, also where the prior is improper.
+    """Draws latent sites by :func:`init_to_prior`, also from improper priors.
 
-    Unlike Pyro's ``InitMessenger`` it is not seen by ``poutine.reparam``, which would draw the replaced site
-    from its prior, whatever the values of the new ones are.
+    ``poutine.reparam`` doesn't see it. With Pyro's ``InitMessenger`` it would draw the replaced site from its
+    prior, whatever the values of the new ones.
     """
 
     def _pyro_sample(self, msg: Any) -> None:
-        if msg["value"] is None and not isinstance(msg["fn"], _Subsample):
+        if msg["value"] is None and not is_plate(msg["fn"]):
             msg["value"] = init_to_prior(msg)
 
 
 def fixed_parameters(
     model: Callable[..., Any],
-    args: tuple[Any, ...] = (),
+    args: Args = (),
     kwargs: Mapping[str, Any] | None = None,
     draw: Mapping[str, Tensor] | None = None,
 ) -> frozenset[str]:
-    r"""The sites at which ``poutine.condition`` holds a parameter, in contrast to those that it gives data.
+    r"""The sites at which ``poutine.condition`` holds a parameter, not data.
 
-    Data say something about the latent sites: their density :math:`p(x \mid \theta)` depends on them. A
-    fixed site whose density is the same at two values of :math:`\theta` says nothing about them, as a noise
-    scale held at 1, and is a parameter.
+    The density of data, :math:`p(x \mid \theta)`, depends on the latent sites. A fixed site whose density is
+    the same at two values of :math:`\theta` is a parameter, such as a noise scale held at 1.
 
     Args:
         model: a Pyro model.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        draw: one of the two values, constrained, by latent site; the other one is drawn from the prior, and
-            so are sites without a value.
+        draw: one of the two values, constrained, by latent site. The other one, and sites without a value,
+            are drawn from the prior.
 
     Returns:
         The names of the sites. Torch's global generator advances.
@@ -78,7 +77,7 @@ def fixed_parameters(
     marks = _MarkFixed()
 
     def run(values: Mapping[str, Tensor]) -> poutine.Trace:
-        with torch.no_grad(), pyro.validation_enabled(False), FromPrior():
+        with torch.no_grad(), unvalidated(), FromPrior():
             return traced(poutine.condition(marks(model), data=dict(values)), args, kwargs or {})
 
     with poutine.block():

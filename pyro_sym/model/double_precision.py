@@ -1,4 +1,4 @@
-"""Models and networks in double precision, whatever precision they ask for on the way."""
+"""Models and networks in double precision, with their own casts overridden."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOUBLE = {torch.float64, torch.complex128}
 
 
 def to_double(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU; real and complex numbers in double precision."""
+    """A tensor on the CPU, in double precision if it is real or complex."""
     return tensor.detach().to("cpu", _wider(tensor.dtype))
 
 
@@ -53,10 +53,10 @@ def all_in_double(module: nn.Module) -> nn.Module:
 
 
 class CastsToDouble(TorchFunctionMode):
-    """Calls of torch with float64 for each floating-point dtype.
+    """Replaces floating-point dtypes by float64 in calls of torch.
 
     Attributes:
-        found: whether a call asked for another one.
+        found: whether a call asked for another dtype.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class CastsToDouble(TorchFunctionMode):
 
 
 class _AllInDouble(CastsToDouble):
-    """The same, with the CPU for each device."""
+    """Also replaces devices by the CPU."""
 
     def __torch_function__(
         self,
@@ -111,13 +111,13 @@ def _wider(leaf: Any) -> Any:
 
 
 def _on_cpu(device: Any) -> Any:
-    """The CPU in place of another device; the meta device has no numbers, and stays."""
+    """The CPU in place of another device, except the meta device, whose tensors have no numbers."""
     return device if device is None or torch.device(device).type == "meta" else "cpu"
 
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Another default dtype, for a while."""
+    """Set torch's default dtype within the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

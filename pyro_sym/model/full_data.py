@@ -1,13 +1,13 @@
-"""The gradient on all data, and the mode that it leads to."""
+"""The gradient on all data, and the mode found with it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pyro
 import torch
 from torch import Tensor
 
+from pyro_sym._private import unvalidated
 from pyro_sym.model.gradient import Gradient
 from pyro_sym.model.minibatch import Loader, PlateRows
 
@@ -25,7 +25,7 @@ class FullGradient:
 
     Args:
         gradient: energies and gradients on minibatches.
-        source: where the run's minibatches come from; it says what covers the data.
+        source: of the run's minibatches; its ``cover`` yields those that cover the data.
     """
 
     def __init__(self, gradient: Gradient, source: PlateRows | Loader) -> None:
@@ -39,7 +39,7 @@ class FullGradient:
             The energy, a scalar, and the gradient, of shape ``(d,)``.
         """
         energy, gradient = position.new_zeros(()), torch.zeros_like(position)
-        with torch.no_grad(), pyro.validation_enabled(False):
+        with torch.no_grad(), unvalidated():
             for weight, minibatch in self._source.cover():
                 (part,), (slope,) = self._gradient(position.unsqueeze(0), minibatch)
                 energy += weight * part
@@ -52,7 +52,7 @@ def find_mode(full: FullGradient, start: Tensor) -> Tensor:
 
     Args:
         full: energy and gradient on all data.
-        start: where to begin, flat, of shape ``(d,)``.
+        start: the starting point, of shape ``(d,)``.
 
     Returns:
         The mode, of shape ``(d,)``.

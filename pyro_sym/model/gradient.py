@@ -2,48 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, get_args
 
-import pyro
 import torch
-from pyro.poutine.messenger import Messenger
-from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor, fx
-from torch.distributions import Distribution
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from pyro_sym._private import TreeSpec, tree_flatten, tree_unflatten, unvalidated
 from pyro_sym._random import fork_random_state
-from pyro_sym.graph.algebra import fewer_passes
 from pyro_sym.graph.batching import UnbatchableError, over_chains
+from pyro_sym.graph.checked import Probe, check, nudge, rewritten_if_right
 from pyro_sym.graph.codegen import straight_line
-from pyro_sym.graph.comparison import NEARER, NUDGES, nudge, relative_error, tolerance
-from pyro_sym.graph.record import (
-    Function,
-    UntraceableError,
-    message_of,
-    refuse_side_effects,
-    simplify,
-    trace,
-    without_writes,
-)
+from pyro_sym.graph.record import Function, UntraceableError, refuse_side_effects, trace, without_writes
+from pyro_sym.graph.simplify import simplify
 from pyro_sym.model.minibatch import Minibatch, draw_indices
 from pyro_sym.model.potential import Potential
+from pyro_sym.model.program import SubsampledPlate
 
-__all__ = [
-    "ChainGradient",
-    "Gradient",
-    "Jit",
-    "groups",
-    "potential_on",
-    "unvalidated",
-]
+__all__ = ["ChainGradient", "CheckedGraph", "Gradient", "Jit", "chain_slices"]
 
 Jit = Literal["auto", "eager", "trace", "compile"]
 
@@ -56,15 +36,15 @@ class ChainGradient(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What results depend on besides the arguments and the model."""
+        """What results depend on besides the arguments and the model: the state of the evaluation."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state."""
         ...
 
 
-# Chains of more values than this are worked on one after the other.
+# Chains of more values than this are evaluated one after the other.
 LARGE = 50_000
 
 _Mode = Literal["eager", "trace", "compile"]
@@ -82,10 +62,10 @@ class Gradient:
 
     without running the model each time. On the first call for positions and minibatches of given shapes, the
     model's tensor operations are recorded (``torch.fx``), vectorised over the chains and simplified; the
-    graph is then compared with the potential itself at other positions and on other minibatches, and used
-    only if they agree. Where they don't, or the model can't be recorded, the model is run for each gradient,
-    and a warning says why. Where torch can't vectorise an operation over chains, the graph is that of one
-    chain, which is used for each in turn, and a warning names the operation.
+    graph is then compared with the potential at other positions and on other minibatches, and used
+    only if they agree. If they don't, or the model can't be recorded, each gradient runs the model,
+    and a warning says why. If torch can't vectorise an operation over chains, the graph is that of one
+    chain and is called for each in turn, and a warning names the operation.
 
     The graph holds what the model's data, ``pyro.param`` s and buffers were on the first call: make a new
     ``Gradient`` after changing them.
@@ -97,8 +77,8 @@ class Gradient:
             the graph where possible.
 
     Attributes:
-        mode: what is in use, ``"eager"``, ``"trace"`` or ``"compile"``; it may fall back on a call.
-        reason: why it isn't what ``jit`` asks for, else None.
+        mode: what is in use, ``"eager"``, ``"trace"`` or ``"compile"``; a call may change it.
+        reason: why ``mode`` isn't what ``jit`` asks for, else None.
 
     Raises:
         ValueError: if ``jit`` is none of these.
@@ -122,7 +102,7 @@ class Gradient:
         self.mode: _Mode = "trace" if jit == "auto" else jit
         self.reason: str | None = None
         self._prepared: dict[Any, Function] = {}
-        self._alone = False  # whether the graph is of one chain, as torch can't vectorise it
+        self._alone = False  # whether the graph is of one chain, because torch can't vectorise it
 
     def __call__(self, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
         """The potential energy and its gradient for each chain.
@@ -139,7 +119,7 @@ class Gradient:
         """
         if self.mode == "eager":
             return self.eager(position, minibatch)
-        if len(several := groups(*position.shape, alone=self._alone)) > 1:
+        if len(several := chain_slices(*position.shape, alone=self._alone)) > 1:
             return self._one_by_one(position, minibatch, several)
         if minibatch.args is None:
             tensors = list(minibatch.indices.values())
@@ -163,21 +143,20 @@ class Gradient:
         return energy, gradient
 
     def state_dict(self) -> dict[str, Any]:
-        """What is in use, if not what was asked for: another way rounds otherwise."""
+        """The mode in use: another mode rounds differently."""
         return {"mode": self.mode, "reason": self.reason, "alone": self._alone}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Fall back to what is in use there."""
+        """Fall back to the mode of a state."""
         self._alone = self._alone or state.get("alone", False)
         if state["reason"] is not None:
             self.mode, self.reason = state["mode"], state["reason"]
 
     def eager(self, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
-        """The same by running the model once a chain: the reference that the graph is held to."""
-        potential = potential_on(self.potential, minibatch)
+        """Energies and gradients by running the model for each chain: the reference of the graph."""
         with unvalidated():
             results = [
-                potential.value_and_grad(row, minibatch.of(chain).indices)
+                self.potential.value_and_grad(row, minibatch.of(chain).indices, minibatch.args)
                 for chain, row in enumerate(position)
             ]
         energies, gradients = zip(*results, strict=True)
@@ -200,9 +179,9 @@ class Gradient:
         inputs = _Inputs.of(minibatch)
 
         def one_chain(row: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-            indices, args = inputs.rebuild(tensors)
-            return potential_on(self.potential, Minibatch(indices, args)).value_and_grad(row, indices)
+            return self.potential.value_and_grad(row, *inputs.rebuild(tensors))
 
+        # Indices of a chain's own have shape (C, B), shared ones (B,).
         per_chain = [n < inputs.num_indices and t.dim() == 2 for n, t in enumerate(inputs.tensors)]
         rows = [t[0] if own else t for t, own in zip(inputs.tensors, per_chain, strict=True)]
         # Attention by plain products: torch's fused kernel has no rule for many chains at once.
@@ -210,13 +189,13 @@ class Gradient:
         with unvalidated(), plain, fork_random_state():
             single = trace(one_chain, [position[0], *rows])
         refuse_side_effects(single)
-        single = without_writes(single, [position[0], *rows])  # vmap does many of them chain by chain
+        single = without_writes(single, [position[0], *rows])  # vmap takes many writes chain by chain
         in_dims = (0, *[0 if own else None for own in per_chain])
         if len(position) == 1:
 
             def chains(rows: Tensor, *tensors: Tensor) -> Any:
                 firsts = [t[0] if own else t for t, own in zip(tensors, per_chain, strict=True)]
-                return tuple(result.unsqueeze(0) for result in single(rows[0], *firsts))
+                return tuple(result.unsqueeze(0) for result in single(rows[0], *firsts))  # (1,) and (1, d)
 
         else:
             chains = over_chains(single, [position[0], *rows], in_dims)
@@ -224,60 +203,95 @@ class Gradient:
         with torch.no_grad():
             return simplify(without_writes(trace(chains, everything), everything), everything)
 
-    def _prepare(self, key: Any, position: Tensor, minibatch: Minibatch) -> None:
-        """Make the function for inputs of these shapes, or fall back."""
+    def checked(self, position: Tensor, minibatch: Minibatch) -> CheckedGraph | None:
+        """The graph for inputs of these shapes, compared with the model; ``None`` after a fallback.
+
+        Raises:
+            UnbatchableError: if torch can't vectorise the graph over chains.
+            UntraceableError: if ``jit`` is ``"trace"`` and the model can't be traced.
+        """
+        start = time.perf_counter()
+        self.eager(position[:1], minibatch.of(slice(1)))  # an error here is the model's own
+        seconds = time.perf_counter() - start
+        probes = self.probes(position, minibatch)
         inputs = [position, *_Inputs.of(minibatch).tensors]
-        reference = _Reference(self, position, minibatch)
+
+        def code(graph: fx.GraphModule) -> Function:
+            return check(straight_line(graph, inputs), probes)
+
         try:
             graph = self.graph(position, minibatch)
-            function = straight_line(graph, inputs)
-            reference.check(function)
-        except UnbatchableError as error:
-            self._take_chains_alone(error)
-            return
+            run = code(graph) if self.mode == "compile" else rewritten_if_right(graph, inputs, code)
+        except UnbatchableError:
+            raise
         except UntraceableError as error:
-            self._run_the_model(error, reference.seconds)
+            if self.jit == "trace":
+                raise
+            self._fall_back(
+                "eager",
+                f"the model can't be traced, so each gradient runs it, at {_duration(seconds)} a chain and "
+                f"step: {error}. jit='eager' does the same without this warning",
+                error,
+            )
+            return None
+        return CheckedGraph(graph, run, probes)
+
+    def probes(self, position: Tensor, minibatch: Minibatch) -> list[Probe]:
+        """Other positions and minibatches, at which a graph is compared with the potential."""
+        plates = self.potential.program.plates
+        with fork_random_state():
+            torch.default_generator.manual_seed(0)
+            return [
+                _Probe(
+                    self,
+                    position,
+                    # around the start, and once around 0
+                    spread * torch.randn_like(position) - (position if spread < 0 else 0.0),
+                    _redraw(minibatch, plates),
+                    chain=int(torch.randint(len(position), ())),
+                )
+                for spread in (0.0, 1.0, -1.0, 5.0)
+            ]
+
+    def _prepare(self, key: Any, position: Tensor, minibatch: Minibatch) -> None:
+        """Make the function for inputs of these shapes, or fall back."""
+        try:
+            checked = self.checked(position, minibatch)
+        except UnbatchableError as error:
+            self._alone = True
+            warnings.warn(
+                f"the gradient is traced for one chain at a time, so steps of many take longer: {error}",
+                stacklevel=3,
+            )
             return
+        if checked is None:
+            return
+        self._prepared[key] = checked.run
         if self.mode == "compile":
             from pyro_sym.graph.aot import CompilationError, compiled
 
             try:
-                fast = compiled(graph, inputs)
-                reference.check(fast)
-                function = fast
+                inputs = [position, *_Inputs.of(minibatch).tensors]
+                self._prepared[key] = check(compiled(checked.graph, inputs), checked.probes)
             except (CompilationError, UntraceableError) as error:
-                self._do_not_compile(error)
-        else:
-            with suppress(UntraceableError):  # the graph as it is will do
-                fast = straight_line(fewer_passes(graph, inputs), inputs)
-                reference.check(fast)
-                function = fast
-        self._prepared[key] = function
+                self.do_not_compile(error)
 
-    def _run_the_model(self, error: UntraceableError, seconds: float) -> None:
-        if self.jit == "trace":
-            raise error
-        self._fall_back(
-            "eager",
-            f"the model can't be traced, so that each gradient runs it anew, at {_duration(seconds)} a chain "
-            f"and step: {error}. jit='eager' does the same without this warning",
-            error,
-        )
-
-    def _take_chains_alone(self, error: UnbatchableError) -> None:
-        """Trace one chain, where torch can't vectorise the graph over chains."""
-        self._alone = True
-        warnings.warn(
-            f"the gradient is traced for one chain at a time, so that a step of many takes longer: {error}",
-            stacklevel=4,
-        )
-
-    def _do_not_compile(self, error: RuntimeError) -> None:
+    def do_not_compile(self, error: RuntimeError) -> None:
+        """Fall back to the traced gradient, with a warning."""
         self._fall_back("trace", f"the gradient is traced, but not compiled: {error}", error)
 
     def _fall_back(self, mode: _Mode, message: str, error: Exception) -> None:
         self.mode, self.reason = mode, str(error)
-        warnings.warn(message, stacklevel=5)
+        warnings.warn(message, stacklevel=5)  # at the call of this object, or of FusedSteps
+
+
+@dataclass(frozen=True)
+class CheckedGraph:
+    """A graph of a gradient, its fastest right code, and the probes that it was compared at."""
+
+    graph: fx.GraphModule
+    run: Function
+    probes: Sequence[Probe]
 
 
 _TENSOR = object()
@@ -285,11 +299,11 @@ _TENSOR = object()
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The tensors of a minibatch, and how to make a minibatch of such tensors again."""
+    """The tensors of a minibatch, and how to make a minibatch of other such tensors."""
 
     names: tuple[str, ...]
     tensors: list[Tensor]  # indices by plate, then the tensors within args
-    rest: tuple[Any, ...]  # what else args hold; _TENSOR in the place of one
+    rest: tuple[Any, ...]  # the other leaves of args, with _TENSOR in place of tensors
     spec: TreeSpec | None
 
     @classmethod
@@ -310,7 +324,7 @@ class _Inputs:
         return (self.names, *[(t.shape, t.dtype) for t in self.tensors], self.rest, str(self.spec))
 
     def rebuild(self, tensors: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], tuple[Any, ...] | None]:
-        """Indices by plate and positional arguments with other tensors in place of these."""
+        """Indices by plate and positional arguments, made of other tensors."""
         count = self.num_indices
         indices = dict(zip(self.names, tensors[:count], strict=True))
         if self.spec is None:
@@ -320,35 +334,8 @@ class _Inputs:
         return indices, tree_unflatten(leaves, self.spec)
 
 
-class _Reference:
-    """The potential itself at a few positions and minibatches other than those of the trace."""
-
-    def __init__(self, gradient: Gradient, position: Tensor, minibatch: Minibatch) -> None:
-        start = time.perf_counter()
-        gradient.eager(position[:1], minibatch.of(slice(1)))  # what raises here is the model's own
-        self.seconds = time.perf_counter() - start
-        self.probes = []
-        with fork_random_state():
-            torch.default_generator.manual_seed(0)
-            for spread in (0.0, 1.0, -1.0, 5.0):
-                other = _redraw(minibatch, gradient.potential)
-                # Around the start, and once around 0.
-                away = spread * torch.randn_like(position) - (position if spread < 0 else 0.0)
-                chain = int(torch.randint(len(position), ()))
-                self.probes.append(_Probe(gradient, position, away, other, chain))
-
-    def check(self, function: Function) -> None:
-        """Raise unless a function gives what the potential gave."""
-        compared = [probe.compare(function) for probe in self.probes]
-        if not any(compared):
-            raise UntraceableError(
-                "the model fails at every point where its graph could be compared with it, close to the "
-                "start and on other rows, too"
-            )
-
-
-class _Probe:
-    """A place to compare a graph with the potential, nearer the start where the potential can't be had.
+class _Probe(Probe):
+    """Compares a graph with the potential, for one of the chains.
 
     Args:
         gradient: whose potential is the reference.
@@ -361,74 +348,42 @@ class _Probe:
     def __init__(
         self, gradient: Gradient, start: Tensor, away: Tensor, minibatch: Minibatch, chain: int
     ) -> None:
+        super().__init__(moves=bool(away.any()))
         self.gradient, self.start, self.away, self.minibatch = gradient, start, away, minibatch
         self.chain = chain
-        self.fractions = list(NEARER if away.any() else NEARER[:1])  # yet to be tried, the current one first
-        self.known: dict[tuple[float, int], tuple[Tensor, Tensor] | None] = {}
 
-    def compare(self, function: Function) -> bool:
-        """Raise if a function is wrong; return whether there was a point to compare it at."""
-        while self.fractions:
-            if self._expected(0) is None:
-                self.fractions.pop(0)
-                continue
-            try:
-                # A difference at a kink is gone at a nudged point, one that the graph makes isn't.
-                problems = (self._problem(function, number) for number in range(1 + NUDGES))
-                first = next(problems)
-                if first is None or None in problems:
-                    return True
-            except (RuntimeError, IndexError) as error:
-                if self._model_fails():
-                    self.fractions.pop(0)
-                    continue
-                raise UntraceableError(
-                    f"its graph fails elsewhere than where it was traced: {message_of(error)}"
-                ) from error
-            raise UntraceableError(first)
-        return False
-
-    def _position(self, number: int) -> Tensor:
-        position = self.start + self.fractions[0] * self.away
+    def position(self, fraction: float, number: int) -> Tensor:
+        """Where the chains are at a nudged point, of shape ``(C, d)``."""
+        position = self.start + fraction * self.away
         return position + nudge(position, number)
 
-    def _expected(self, number: int) -> tuple[Tensor, Tensor] | None:
-        """The potential's energy and gradient, or None where it has none that can be compared."""
-        key = (self.fractions[0], number)
-        if key not in self.known:
-            self.known[key] = self._evaluate(self._position(number), self.chain)
-        return self.known[key]
+    def reference(self, fraction: float, nudge: int) -> tuple[Tensor, Tensor] | None:
+        return self._evaluate(self.position(fraction, nudge), self.chain)
 
     def _evaluate(self, position: Tensor, chain: int) -> tuple[Tensor, Tensor] | None:
         one = slice(chain, chain + 1)
         try:
             (energy,), (slope,) = self.gradient.eager(position[one], self.minibatch.of(one))
         except (RuntimeError, ValueError, ArithmeticError):
-            return None  # as where a matrix has no Cholesky factor
+            return None  # for example, a matrix has no Cholesky factor
         finite = bool(slope.isfinite().all() and energy.isfinite())
-        return (energy, slope) if finite or not self.away.any() else None
+        return (energy, slope) if finite or not self.moves else None
 
-    def _problem(self, function: Function, number: int) -> str | None:
-        """What a function gets wrong at a nudged point, if anything."""
-        expected = self._expected(number)
-        if expected is None:
-            return "the model fails at a nudged point"
-        with torch.no_grad():
-            results = function(self._position(number), *_Inputs.of(self.minibatch).tensors)
-        for what, wanted, result in zip(("energy", "gradient"), expected, results, strict=True):
-            deviation = relative_error(result[self.chain], wanted)
-            if not deviation <= tolerance(wanted):
-                return (
-                    f"its graph is right only where it was traced (elsewhere the {what} is off by "
-                    f"{deviation:.1g}, relative), as is so where a model branches on values or indices that "
-                    "have left torch, by numpy() or tolist(), or isn't deterministic"
-                )
-        return None
+    def results(self, function: Function, fraction: float, nudge: int) -> list[Tensor]:
+        outputs = function(self.position(fraction, nudge), *_Inputs.of(self.minibatch).tensors)
+        return [output[self.chain] for output in outputs]
 
-    def _model_fails(self) -> bool:
-        """Whether the potential can't be had for one of the chains, so that their graph must fail, too."""
-        position = self._position(0)
+    def may_fail(self, fraction: float) -> bool:
+        """Whether the potential fails for one of the chains: the graph of all chains fails with it."""
+        position = self.position(fraction, 0)
         return any(self._evaluate(position, chain) is None for chain in range(len(position)))
+
+    def problem(self, number: int, deviation: float) -> str:
+        return (
+            f"its graph is right only where it was traced (elsewhere the {('energy', 'gradient')[number]} is "
+            f"off by {deviation:.1g}, relative). This is so if a model isn't deterministic, or branches on "
+            "values or indices that have left torch, by numpy() or tolist()"
+        )
 
 
 def _duration(seconds: float) -> str:
@@ -438,63 +393,22 @@ def _duration(seconds: float) -> str:
     return f"{1e3 * seconds:.0f} ms" if seconds >= 1e-3 else f"{1e3 * seconds:.1g} ms"
 
 
-def groups(num_chains: int, size: int, *, alone: bool = False) -> list[slice]:
-    """Which chains of so many values are worked on together: all, or each alone, as takes less memory."""
+def chain_slices(num_chains: int, size: int, *, alone: bool = False) -> list[slice]:
+    """The chains that are evaluated together: all, or, to save memory, each alone if it has many values."""
     if num_chains == 1 or (size <= LARGE and not alone):
         return [slice(None)]
     return [slice(chain, chain + 1) for chain in range(num_chains)]
 
 
-def _redraw(minibatch: Minibatch, potential: Potential) -> Minibatch:
+def _redraw(minibatch: Minibatch, plates: Mapping[str, SubsampledPlate]) -> Minibatch:
     """A minibatch of the same shapes: other rows, or the rows of the batch in reverse."""
-    plates = potential.program.plates
     if minibatch.args is None:
-        indices = {
-            name: draw_indices({name: plates[name]}, *i.shape[:-1])[name]
-            for name, i in minibatch.indices.items()
-        }
-        return Minibatch(indices)
+        return Minibatch(
+            {
+                name: draw_indices({name: plates[name]}, *rows.shape[:-1])[name]
+                for name, rows in minibatch.indices.items()
+            }
+        )
     leaves, spec = tree_flatten(minibatch.args)
     leaves = [leaf.flip(0) if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
     return Minibatch(minibatch.indices, tree_unflatten(leaves, spec))
-
-
-def potential_on(potential: Potential, minibatch: Minibatch) -> Potential:
-    """The potential with a minibatch's positional arguments."""
-    if minibatch.args is None:
-        return potential
-    other = copy.copy(potential)
-    other.program = copy.copy(potential.program)
-    other.program.args = minibatch.args
-    runnable = other.program._runnable
-    other.program._runnable = lambda *a, **k: _AllRows(minibatch.indices)(runnable)(*a, **k)
-    return other
-
-
-@contextmanager
-def unvalidated() -> Iterator[None]:
-    """Switch validation off, for distributions that were made before, too: it branches on values."""
-    validate = Distribution._validate_sample
-    Distribution._validate_sample = lambda self, value: None  # type: ignore[method-assign]
-    try:
-        with pyro.validation_enabled(False):
-            yield
-    finally:
-        Distribution._validate_sample = validate  # type: ignore[method-assign]
-
-
-class _AllRows(Messenger):
-    """Lets subsampled plates see the rows of a batch in order, where nobody gave them indices."""
-
-    def __init__(self, given: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.given = given
-
-    def _pyro_sample(self, msg: Any) -> None:
-        fn = msg["fn"]
-        if msg["name"] in self.given:
-            return
-        if isinstance(fn, _Subsample) and fn.subsample_size is not None and fn.subsample_size < fn.size:
-            msg["value"] = torch.arange(fn.subsample_size)
-            msg["done"] = True
-            msg["stop"] = True  # handlers outside would ask for indices

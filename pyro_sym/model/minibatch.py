@@ -1,4 +1,4 @@
-"""Where the minibatches of a run come from: the model's own subsampled plates, or a loader."""
+"""The minibatches of a run, from the model's own subsampled plates or from a loader."""
 
 from __future__ import annotations
 
@@ -18,24 +18,30 @@ from pyro_sym.model.program import SubsampledPlate
 
 __all__ = ["Loader", "Minibatch", "PlateRows", "draw_indices", "draw_rows"]
 
+# Rows that are drawn ahead, at most.
+MAX_AHEAD = 2**16
+
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What one step sees of the data.
+    """The part of the data that one step sees.
 
     Attributes:
-        indices: rows by subsampled plate, of shape ``(C, B)`` a chain, or ``(B,)`` for all chains.
-        args: the model's positional arguments in this step, shared by all chains; ``None`` stands for those
-            of the run. Subsampled plates without indices then see the rows of the batch.
+        indices: rows by subsampled plate, of shape ``(C, B)``, or ``(B,)`` if all chains share them.
+        args: the model's positional arguments in this step, shared by all chains; ``None`` for those of the
+            run. If given, subsampled plates without indices show the rows of the batch.
     """
 
     indices: Mapping[str, Tensor] = field(default_factory=dict)
     args: tuple[Any, ...] | None = None
 
     def of(self, chains: int | slice) -> Minibatch:
-        """What one chain sees, or a slice of them."""
+        """The minibatch of one chain, or of a slice of them."""
         rows = {name: row if row.dim() == 1 else row[chains] for name, row in self.indices.items()}
         return Minibatch(rows, self.args)
+
+
+NO_ROWS = Minibatch()
 
 
 def draw_rows(plate: SubsampledPlate, shape: tuple[int, ...] = ()) -> Tensor:
@@ -43,7 +49,7 @@ def draw_rows(plate: SubsampledPlate, shape: tuple[int, ...] = ()) -> Tensor:
 
     One draw is the head of a random permutation. Many draws at once are windows of one random permutation at
     independent uniform offsets: each is an exactly uniform subset, and as two windows share :math:`B^2 / N`
-    rows on average, as independent subsets do, the noise of their gradients is uncorrelated. Where a
+    rows on average, as independent subsets do, the noise of their gradients is uncorrelated. If a
     permutation of all rows would cost more than the draws, rows are drawn one by one and repeats redrawn.
 
     Args:
@@ -60,13 +66,13 @@ def draw_rows(plate: SubsampledPlate, shape: tuple[int, ...] = ()) -> Tensor:
     permutation = torch.randperm(size, device=device)
     if number == 1:
         return permutation[:count].reshape(*shape, count)
-    round_and_round = torch.cat([permutation, permutation[: count - 1]])
-    windows = round_and_round.unfold(0, count, 1)[torch.randint(size, (number,), device=device)]
+    circle = torch.cat([permutation, permutation[: count - 1]])
+    windows = circle.unfold(0, count, 1)[torch.randint(size, (number,), device=device)]  # (number, B)
     return windows.reshape(*shape, count)
 
 
 def most_at_once(plate: SubsampledPlate) -> int:
-    """How many minibatches are drawn row by row, and so are independent: beyond, a permutation is cheaper."""
+    """The most minibatches that are drawn row by row, so independent; a permutation is cheaper for more."""
     size = plate.size
     return (size - 1) // (4 * plate.subsample_size) if size > 5_000 else 0  # measured break-even
 
@@ -77,7 +83,7 @@ def draw_indices(plates: Mapping[str, SubsampledPlate], *shape: int) -> dict[str
 
 
 def _without_repeats(size: int, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Draw with replacement, and repeats anew till there are none: no set of rows is told from another."""
+    """Draw rows with replacement and redraw repeats until none remain; every subset is equally likely."""
     rows = torch.randint(size, shape)
     drawn = rows.numpy()  # NumPy sorts many short rows ten times as fast as torch
     drawn.sort(axis=1)
@@ -104,6 +110,11 @@ class PlateRows:
         self.plates = plates
         self.shape = () if shared else (num_chains,)
         self._ahead: deque[Minibatch] = deque()
+        each = math.prod(self.shape)
+        rows = each * sum(plate.subsample_size for plate in plates.values())
+        # Beyond, windows of a permutation are cheaper (measured); repeats are rare in an eighth of the rows.
+        one_by_one = each <= 32 and all(8 * plate.subsample_size <= plate.size for plate in plates.values())
+        self._steps_ahead = max(1, min(64, MAX_AHEAD // max(1, rows))) if one_by_one else 1
 
     def first(self) -> Minibatch:
         """A minibatch to try the model on."""
@@ -111,19 +122,24 @@ class PlateRows:
 
     def draw(self) -> Minibatch:
         """The minibatch of one step, independent of those of all others."""
+        if not self.plates:
+            return NO_ROWS
         if not self._ahead:
-            drawn = self.draw_many(self._independent_steps())
-            steps = zip(*drawn.values(), strict=True) if drawn else [()]
+            drawn = {name: self._draw_ahead(plate) for name, plate in self.plates.items()}
+            steps = zip(*(rows.unbind() for rows in drawn.values()), strict=True)
             self._ahead.extend(Minibatch(dict(zip(drawn, rows, strict=True))) for rows in steps)
         return self._ahead.popleft()
 
-    def _independent_steps(self) -> int:
-        """For how many steps at once rows are still drawn one by one: what a call costs is shared."""
-        steps = [most_at_once(plate) // math.prod(self.shape) for plate in self.plates.values()]
-        return max(1, min(64, *steps)) if steps else 1
+    def _draw_ahead(self, plate: SubsampledPlate) -> Tensor:
+        """Independent minibatches of the next steps in one call, of shape ``(steps, *shape, B)``."""
+        if self._steps_ahead == 1:
+            return draw_rows(plate, self.shape).unsqueeze(0)
+        number, count = self._steps_ahead * math.prod(self.shape), plate.subsample_size
+        rows = _without_repeats(plate.size, (number, count), plate.device)
+        return rows.reshape(self._steps_ahead, *self.shape, count)
 
     def cover(self) -> Iterator[tuple[float, Minibatch]]:
-        """Minibatches, all of one weight, in which every row of every plate is seen equally often."""
+        """Minibatches of equal weights in which every row of every plate occurs equally often."""
         blocks = {name: _windows(plate) for name, plate in self.plates.items()}
         weight = 1 / math.prod(map(len, blocks.values()))
         for rows in itertools.product(*blocks.values()):
@@ -134,38 +150,38 @@ class PlateRows:
         return draw_indices(self.plates, steps, *self.shape)
 
     def state_dict(self) -> dict[str, Any]:
-        """What rows to come depend on besides torch's random state: those that are drawn already."""
+        """The minibatches that are drawn already; later ones depend on torch's random state only."""
         return {"ahead": [minibatch.indices for minibatch in self._ahead]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state."""
         self._ahead = deque(Minibatch(indices) for indices in state["ahead"])
 
 
 class Loader:
-    """Batches of a ``DataLoader``, or of any iterable that can be run through again and again.
+    """Batches of a ``DataLoader``, or of any iterable that can be iterated over repeatedly.
 
     A batch that is a tuple or list becomes the model's positional arguments, anything else its only one. All
-    chains see the same batch. The model says how many rows there are in all:
+    chains see the same batch. The model has to declare the number of rows in all:
     ``pyro.plate("data", num_data, subsample_size=len(batch))``.
 
-    An epoch draws from a stream of random numbers of its own, whose seed comes from torch's generator: its
-    batches are a function of that seed, whatever the chains draw meanwhile, and so can be had again.
+    Each epoch has a random stream of its own, seeded from torch's generator. Its batches depend on that seed
+    only, not on what the chains draw meanwhile, so they can be repeated.
 
     Args:
-        batches: the iterable; each pass through it is one epoch. For a run to be resumed, its batches may
-            depend on torch's random state (and a ``DataLoader``'s own ``generator``), and on no other.
+        batches: the iterable; each pass through it is one epoch. For a run to be resumed, its batches must
+            depend on no random state but torch's and a ``DataLoader``'s own ``generator``.
 
     Raises:
-        ValueError: if it yields no batch, or can't be run through a second time.
+        ValueError: if it yields no batch, or is an iterator, which can be run through once only.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self.batches = batches
         if iter(batches) is batches:
             raise ValueError(
-                f"batches is {batches!r}, which can be run through once only; pass a DataLoader, a list, or "
-                "another object that starts anew each time it is iterated over"
+                f"batches is {batches!r}, which can be iterated over once only; pass a DataLoader, a list, "
+                "or another object that starts again each time it is iterated over"
             )
         self._begin(_seed())
 
@@ -177,7 +193,7 @@ class Loader:
             yield size / sum(sizes), Minibatch(args=args)
 
     def first(self) -> Minibatch:
-        """The first batch of an epoch; the run's own place in its epoch stays."""
+        """The first batch of an epoch; the run's position in its own epoch stays."""
         batch = next(iter(self.batches), None)
         if batch is None:
             raise ValueError(f"batches is {self.batches!r}, which yields no batch")
@@ -192,7 +208,7 @@ class Loader:
         return Minibatch(args=_as_args(batch))
 
     def _begin(self, seed: int) -> None:
-        """Begin an epoch; its first batch starts the iterator, so that nothing comes between the two."""
+        """Begin an epoch; the iterator is made with its first batch, as making it may draw numbers."""
         self._seed, self._seen = seed, 0
         self._stream = torch.Generator().manual_seed(seed).get_state()
         self._running: Iterator[Any] | None = None
@@ -216,11 +232,11 @@ class Loader:
             torch.set_rng_state(outside)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the epoch, and how the epoch began."""
+        """The position in the epoch, and the state at its beginning."""
         return {"seed": self._seed, "seen": self._seen, "generators": self._began}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin the epoch again and pass over the batches that were seen."""
+        """Begin the epoch again and skip the batches that were seen."""
         for generator, began in zip(_generators(self.batches), state["generators"], strict=True):
             generator.set_state(began)
         self._begin(state["seed"])
@@ -244,7 +260,7 @@ def _as_args(batch: Any) -> tuple[Any, ...]:
 
 
 def _windows(plate: SubsampledPlate) -> Tensor:
-    """Successive windows, round and round until all rows were seen equally often, ``(windows, B)``."""
+    """Successive windows around the plate until all rows occur equally often, of shape ``(windows, B)``."""
     size, count = plate.size, plate.subsample_size
     starts = count * torch.arange(size // math.gcd(size, count), device=plate.device)
     return (starts.unsqueeze(-1) + torch.arange(count, device=plate.device)) % size

@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-import pyro
 import torch
 from pyro.infer.autoguide.initialization import init_to_uniform
 from torch import Tensor
 from torch.distributions import biject_to
-from torch.distributions.transforms import IndependentTransform, Transform, identity_transform
+from torch.distributions.transforms import Transform, identity_transform
 
+from pyro_sym._private import unvalidated
 from pyro_sym._random import fork_random_state
+from pyro_sym.graph.record import message_of
 from pyro_sym.model.minibatch import draw_indices
-from pyro_sym.model.program import Program, Values, uniform_draw
+from pyro_sym.model.program import Args, Program, Values, uniform_draw
+from pyro_sym.unwrap import transform_of_entries
 
 __all__ = ["ContinuousOnly", "Potential"]
 
-# Characters of another library's message that are shown in ours.
-MOST_CHARACTERS = 300
-
 
 class Potential:
-    r"""A Pyro model with its arguments as a function of unconstrained latent values: the potential energy.
+    r"""The potential energy of a Pyro model and its arguments, a function of unconstrained latent values.
 
     With constrained values :math:`\theta = f(u)`, where :math:`f` is ``biject_to(support)`` site by site, it
     is
@@ -78,7 +77,9 @@ class Potential:
             raise ValueError("the model has no continuous latent site, so there is nothing to sample")
         self._refuse_local_latents()
         self._bijections: dict[str, Transform] = {name: biject_to(s.support) for name, s in latents.items()}
-        self._curved = tuple(name for name, f in self._bijections.items() if not _is_identity(f))
+        self._curved = tuple(
+            name for name, f in self._bijections.items() if transform_of_entries(f) is not identity_transform
+        )
         self.transforms: dict[str, Transform] = {name: f.inv for name, f in self._bijections.items()}
         prototype = self.unconstrain({name: site.value for name, site in latents.items()})
         self.shapes = {name: value.shape for name, value in prototype.items()}
@@ -98,16 +99,16 @@ class Potential:
             for frame in site.frames:
                 if frame.name in self.program.plates:
                     raise ValueError(
-                        f"latent site {name!r} is inside the subsampled plate {frame.name!r}: each "
-                        "step would take its values for those of other rows; move the site out of the plate, "
+                        f"latent site {name!r} is inside the subsampled plate {frame.name!r}: each step "
+                        "would use its values for other rows; move the site out of the plate, "
                         "marginalise it, or drop the plate's subsample_size"
                     )
 
     def _refuse_moving_supports(self, prototype: Values) -> None:
-        """Look at a second point: the transforms are those of the prototype, for good."""
+        """Compare the transforms, which are those of the prototype, with those at a second point."""
         moved = {name: value + 0.1 for name, value in prototype.items()}
         values = self.constrain(moved)
-        with fork_random_state(), torch.no_grad(), pyro.validation_enabled(False):
+        with fork_random_state(), torch.no_grad(), unvalidated():
             trace = self.program.trace(values, self.draw_indices())
         for name in self._curved:
             there = biject_to(cast(Any, trace.nodes[name]["fn"]).support)(moved[name])
@@ -117,12 +118,16 @@ class Potential:
                     "fixed support and shift or scale it by pyro.deterministic"
                 )
 
-    def __call__(self, unconstrained: Values, indices: Values | None = None) -> Tensor:
+    def __call__(
+        self, unconstrained: Values, indices: Values | None = None, args: Args | None = None
+    ) -> Tensor:
         """The potential energy.
 
         Args:
             unconstrained: unconstrained values by latent site, of the shapes in ``shapes``.
-            indices: ``subsample_size`` indices for each subsampled plate, as :meth:`draw_indices` gives.
+            indices: ``subsample_size`` indices for each subsampled plate, as :meth:`draw_indices` draws.
+            args: the model's positional arguments in place of those of construction: a batch of the data.
+                Subsampled plates without indices then show the rows of the batch in order.
 
         Returns:
             A scalar tensor, differentiable in ``unconstrained``.
@@ -131,7 +136,7 @@ class Potential:
             ValueError: if a latent site has no value, or a subsampled plate no indices.
         """
         values = self.constrain(unconstrained)
-        energy = -self.program.log_joint(values, indices)
+        energy = -self.program.log_joint(values, indices, args)
         for log_det in self._log_dets(unconstrained, values).values():
             energy = energy - log_det
         return energy
@@ -142,20 +147,23 @@ class Potential:
             for name in self._curved
         }
 
-    def value_and_grad(self, position: Tensor, indices: Values | None = None) -> tuple[Tensor, Tensor]:
+    def value_and_grad(
+        self, position: Tensor, indices: Values | None = None, args: Args | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The potential energy and its gradient at a flat position, by one evaluation of the model.
 
         Args:
             position: all unconstrained values, flattened, of shape ``(d,)``.
-            indices: indices by subsampled plate.
+            indices: as for a call.
+            args: as for a call.
 
         Returns:
             The energy, a scalar, and the gradient, of shape ``(d,)``; both detached.
         """
         with torch.enable_grad():
             leaves = {name: v.detach().requires_grad_() for name, v in self.unflatten(position).items()}
-            energy = self(leaves, indices)
-            if not energy.requires_grad:  # a constant: autograd refuses what depends on nothing
+            energy = self(leaves, indices, args)
+            if not energy.requires_grad:  # a constant, which autograd refuses
                 return energy, torch.zeros_like(position)
             gradients = torch.autograd.grad(
                 energy, list(leaves.values()), allow_unused=True, materialize_grads=True
@@ -176,7 +184,7 @@ class Potential:
 
     def unflatten(self, position: Tensor) -> dict[str, Tensor]:
         """Values by site of flat positions ``(*batch, d)``; the inverse of :meth:`flatten`."""
-        parts = position.split(list(self.sizes.values()), dim=-1)
+        parts = position.split(list(self.sizes.values()), dim=-1)  # each (*batch, size)
         sites = zip(self.shapes.items(), parts, self._dtypes, strict=True)
         batch = position.shape[:-1]
         return {name: part.reshape((*batch, *shape)).to(dtype) for (name, shape), part, dtype in sites}
@@ -189,13 +197,13 @@ class Potential:
         """Draw a point by ``init_strategy`` until potential energy and gradient are finite there.
 
         Args:
-            num_tries: how many draws to look at.
+            num_tries: how many draws to try.
 
         Returns:
             Unconstrained values by site.
 
         Raises:
-            ValueError: if no draw will do; the message names the sites at fault in the last one.
+            ValueError: if no draw is finite; the message names the sites at fault in the last one.
         """
         for _ in range(num_tries):
             unconstrained = {name: u.detach() for name, u in self.unconstrain(self.program.draw()[0]).items()}
@@ -208,7 +216,7 @@ class Potential:
         )
 
     def problem_at(self, unconstrained: Values, indices: Values | None = None) -> str | None:
-        """Say what isn't finite at a point, and why if that can be told; ``None`` if all is finite.
+        """Describe what isn't finite at a point, and why if known; ``None`` if all is finite.
 
         Args:
             unconstrained: unconstrained values by site.
@@ -220,9 +228,9 @@ class Potential:
         refusal = ""
         try:
             at_fault = self.non_finite_sites(unconstrained, indices)
-        except ValueError as error:  # Pyro's validation refuses data that aren't finite, under a mask as well
-            refusal = f" ({_without_shapes(str(error))})"
-            with pyro.validation_enabled(False):
+        except ValueError as error:  # Pyro's validation refuses non-finite data, also under a mask
+            refusal = f" ({message_of(error)})"
+            with unvalidated():
                 at_fault = self.non_finite_sites(unconstrained, indices)
         if not at_fault:
             return None
@@ -234,8 +242,8 @@ class Potential:
         return problem
 
     def _why_gradient_alone(self, unconstrained: Values, indices: Values | None) -> str:
-        """Why a gradient can be NaN where the log density is finite, with the data at fault if there are."""
-        with torch.no_grad(), pyro.validation_enabled(False):
+        """Why a gradient is NaN although the log density is finite, with the data at fault if any."""
+        with torch.no_grad(), unvalidated():
             trace = self.program.trace(self.constrain(unconstrained), indices)
         data = [
             repr(name)
@@ -252,7 +260,7 @@ class Potential:
         )
 
     def non_finite_sites(self, unconstrained: Values, indices: Values | None = None) -> list[str]:
-        """What isn't finite at a point, in words and in the model's order; empty if all is well.
+        """Phrases that name what isn't finite at a point, in the model's order; none if all is finite.
 
         Args:
             unconstrained: unconstrained values by site.
@@ -281,28 +289,16 @@ class Potential:
 
 
 class ContinuousOnly:
-    """Applies an initialisation strategy where it works; Pyro's refuse discrete and improper sites."""
+    """An initialisation strategy that also accepts discrete and improper sites, which Pyro's refuse."""
 
     def __init__(self, init_strategy: Callable[[Any], Tensor]) -> None:
         self.init_strategy = init_strategy
 
     def __call__(self, site: Any) -> Tensor:
-        """A value of a site, from the strategy where it has one."""
+        """A value of a site."""
         if site["fn"].support.is_discrete:
             return site["fn"].sample()
         try:
             return self.init_strategy(site)
         except NotImplementedError:
             return uniform_draw(site["fn"])
-
-
-def _without_shapes(message: str) -> str:
-    """One line of an error of Pyro's, without its table of shapes, and of reasonable length."""
-    line = " ".join(message.split("Trace Shapes:")[0].split())
-    return line if len(line) <= MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]} …"
-
-
-def _is_identity(bijection: Transform) -> bool:
-    while isinstance(bijection, IndependentTransform):
-        bijection = bijection.base_transform
-    return bijection is identity_transform

@@ -1,4 +1,4 @@
-"""What each ATen operation does to axes: the table of rules, one small function a family of operations."""
+"""How each ATen operation moves axes: a table of rules, one small function per family of operations."""
 
 from __future__ import annotations
 
@@ -52,17 +52,20 @@ Rule = Callable[[Operation], "Axes | list[Axes]"]
 """The axes of the result; of each of the first results, in a list, where there are several."""
 
 RULES: dict[str, Rule] = {}
-"""Rules by the names of ATen operations. Operations outside of the table pin whatever they touch."""
+"""Rules by the names of ATen operations. An operation without a rule pins all axes of its arguments."""
 
+STRUCTURAL: set[str] = set()
+"""Operations that return entries of their first argument, so that a constant stays the same constant."""
 
 AnyRule = TypeVar("AnyRule", bound=Rule)
 
 
-def rule(*names: str) -> Callable[[AnyRule], AnyRule]:
+def rule(*names: str, structural: bool = False) -> Callable[[AnyRule], AnyRule]:
     """Enter a rule into the table."""
 
     def enter(function: AnyRule) -> AnyRule:
         RULES.update(dict.fromkeys(names, function))
+        STRUCTURAL.update(names if structural else ())
         return function
 
     return enter
@@ -74,10 +77,10 @@ Combine = Callable[[Atoms, Axis, Axis], Axis]
 
 
 def broadcast(op: Operation, operands: Sequence[Operand], combine: Combine) -> list[Axis]:
-    """Axes of a result to which operands are broadcast, where operands that have an axis combine theirs.
+    """The axes of a result to which operands are broadcast; ``combine`` joins the axes of the operands.
 
-    Along an axis that no operand has, as where scalars fill a tensor, the result is constant: any order of it
-    is the same.
+    Along an axis that no operand has, as where a scalar fills a tensor, the result is constant, so the axis
+    is a fresh one.
     """
     result: list[Axis] = []
     for j, size in enumerate(op.shape):
@@ -94,17 +97,17 @@ def broadcast(op: Operation, operands: Sequence[Operand], combine: Combine) -> l
 
 
 def pointwise(op: Operation) -> Axes:
-    """Any function of single entries: permutations pass, signs don't."""
+    """Any elementwise function: it commutes with permutations, but not with signs."""
     return [op.atoms.unsigned(axis) for axis in broadcast(op, unsigned(op, op.operands), Atoms.equal)]
 
 
 def unsigned(op: Operation, operands: Sequence[Operand]) -> list[Operand]:
-    """The operands, their signs fixed."""
+    """The operands with fixed signs."""
     return [Operand(x.shape, [op.atoms.unsigned(axis) for axis in x.axes], x.fill) for x in operands]
 
 
 def total(op: Operation, operands: Sequence[Operand]) -> Axes:
-    """A sum of terms: their signs agree, and are none along axes that a term lacks."""
+    """A sum of terms: their signs agree, and are fixed along axes that a term lacks."""
     terms = [x for x in operands if x.fill != 0.0]
     result = []
     for k, axis in enumerate(broadcast(op, operands, Atoms.equal)):
@@ -127,23 +130,9 @@ def _product(op: Operation) -> Axes:
     return broadcast(op, op.operands, Atoms.multiply)
 
 
-@rule(
-    "neg", "positive", "alias", "clone", "detach", "reciprocal", "sign", "trunc", "round", "lift_fresh_copy"
-)
-@rule(
-    "tanh",
-    "sin",
-    "tan",
-    "asin",
-    "atan",
-    "sinh",
-    "asinh",
-    "atanh",
-    "erf",
-    "erfinv",
-    "softshrink",
-    "hardshrink",
-)
+@rule("alias", "clone", "detach", "lift_fresh_copy", structural=True)
+@rule("neg", "positive", "reciprocal", "sign", "trunc", "round", "softshrink", "hardshrink", "erf", "erfinv")
+@rule("tanh", "sin", "tan", "asin", "atan", "sinh", "asinh", "atanh")
 def _odd(op: Operation) -> Axes:
     return list(op["self"].axes)
 
@@ -170,7 +159,7 @@ def _clamp(op: Operation) -> Axes:
 
 @rule("_to_copy")
 def _convert(op: Operation) -> Axes:
-    # Rounding is odd, and so is the truncation of numbers to integers; whether a number is zero is even.
+    # Rounding and truncation are odd functions; the cast to bool is even.
     dtype = op["dtype"]
     if dtype == torch.bool:
         return _even(op)
@@ -188,17 +177,17 @@ def _where(op: Operation) -> Axes:
 # Other arrangements of the same entries ---------------------------------------------------------------------
 
 
-@rule("permute")
+@rule("permute", structural=True)
 def _permute(op: Operation) -> Axes:
     return [op["self"].axes[i] for i in op["dims"]]
 
 
-@rule("t")
+@rule("t", structural=True)
 def _transpose(op: Operation) -> Axes:
     return list(op["self"].axes)[::-1]
 
 
-@rule("transpose")
+@rule("transpose", structural=True)
 def _swap(op: Operation) -> Axes:
     axes = list(op["self"].axes)
     i, j = op["dim0"], op["dim1"]
@@ -206,34 +195,34 @@ def _swap(op: Operation) -> Axes:
     return axes
 
 
-@rule("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "contiguous")
+@rule("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "contiguous", structural=True)
 def _reshape(op: Operation) -> Axes:
     return op.atoms.reshape(op["self"].axes, op.shape)
 
 
-@rule("expand")
+@rule("expand", structural=True)
 def _expand(op: Operation) -> Axes:
-    # A tensor that is constant along an axis is the same in every order.
+    # Along an expanded axis the tensor is constant, so that axis is a fresh one.
     x, new = op["self"], len(op.shape) - len(op["self"].shape)
     kept = [k >= new and x.shape[k - new] == size for k, size in enumerate(op.shape)]
     return [x.axes[k - new] if kept[k] else op.atoms.fresh(size) for k, size in enumerate(op.shape)]
 
 
-@rule("repeat")
+@rule("repeat", structural=True)
 def _repeat(op: Operation) -> Axes:
     x, repeats = op["self"], op["repeats"]
     axes = [()] * (len(repeats) - len(x.shape)) + list(x.axes)
     return [op.atoms.fresh(copies) + tuple(axis) for copies, axis in zip(repeats, axes, strict=True)]
 
 
-@rule("select")
+@rule("select", structural=True)
 def _select(op: Operation) -> Axes:
     axes = list(op["self"].axes)
     op.atoms.pin(axes.pop(op["dim"]))
     return axes
 
 
-@rule("slice")
+@rule("slice", structural=True)
 def _slice(op: Operation) -> Axes:
     x, dim = op["self"], op["dim"]
     axes, whole, length = list(x.axes), x.shape[dim], op.shape[dim]
@@ -246,7 +235,7 @@ def _slice(op: Operation) -> Axes:
     return axes
 
 
-@rule("split_with_sizes")
+@rule("split_with_sizes", structural=True)
 def _split(op: Operation) -> list[Axes]:
     x, dim, sizes = op["self"], op["dim"], op["split_sizes"]
     size = math.gcd(*sizes)
@@ -261,7 +250,7 @@ def _split(op: Operation) -> list[Axes]:
 
 @rule("cat")
 def _cat(op: Operation) -> Axes:
-    # Pieces of sizes 8 and 16 are one and two chunks of 8 that move alike.
+    # Pieces of sizes 8 and 16 become one and two chunks of 8, which all move alike.
     xs = [x for x in op["tensors"] if 0 not in x.shape]
     dim = op["dim"] % len(op.shape)
     size = math.gcd(*(x.shape[dim] for x in xs))
@@ -275,13 +264,13 @@ def _cat(op: Operation) -> Axes:
 
 
 def _repeated(op: Operation, inner: Axis, length: int, size: int) -> Axis:
-    """The axis of chunks in a fixed order, their units as in ``inner``."""
+    """The axis of chunks in a fixed order, whose units move as ``inner``."""
     return op.atoms.pinned(length // size, cause="" if size > 1 else None) + inner
 
 
 @rule("flip", "roll", "cumsum", "constant_pad_nd", "index_select")
 def _along(op: Operation) -> Axes:
-    # These change some axes by position, and are linear along all the others.
+    # These treat some axes by position, and are linear along all others.
     x = op["self"]
     if op.name == "constant_pad_nd":
         padded = range(len(x.shape) - len(op["pad"]) // 2, len(x.shape))
@@ -348,7 +337,7 @@ def pin_all(op: Operation, x: Operand) -> None:
 
 
 def _reduced(op: Operation) -> set[int]:
-    """The axes over which the operation goes."""
+    """The axes over which an operation reduces."""
     rank = len(op["self"].shape)
     dim = op["dim"]
     dims = [dim] if isinstance(dim, int) else list(dim or range(rank))
@@ -457,7 +446,7 @@ def _times_channels(op: Operation, axes: Axes, weight: Operand | None) -> Axes:
     "_native_batch_norm_legit_no_training", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"
 )
 def _batch_norm(op: Operation) -> list[Axes]:
-    # Training centres with the batch's mean, along all axes but the second; the signs must suit both.
+    # In train mode the mean over all axes but the second is subtracted: signs along those are fixed.
     axes = [axis if k == 1 else op.atoms.unsigned(axis) for k, axis in enumerate(op["input"].axes)]
     axes = list(_plus_channels(op, axes, op["running_mean"]))
     if op["running_var"] is not None:
@@ -483,22 +472,3 @@ def _group_norm(op: Operation) -> list[Axes]:
     inner = [op.atoms.unsigned(axis) for axis in (fast, *x.axes[2:])]
     axes = [x.axes[0], slow + inner[0], *inner[1:]]
     return [_plus_channels(op, _times_channels(op, axes, op["weight"]), op["bias"])]
-
-
-# Constants --------------------------------------------------------------------------------------------------
-
-STRUCTURAL = {
-    *("permute", "t", "transpose", "view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "contiguous"),
-    *(
-        "expand",
-        "repeat",
-        "select",
-        "slice",
-        "split_with_sizes",
-        "alias",
-        "clone",
-        "detach",
-        "lift_fresh_copy",
-    ),
-}
-"""Operations that return entries of their first argument: constants stay the constant they are."""

@@ -1,4 +1,4 @@
-"""Axes as ordered products of atoms, joined by union-find; and the signs that travel along them."""
+"""Axes as ordered products of atoms that union-find joins, with the signs that act along them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["Atoms", "Axis", "Factor"]
 class Factor(NamedTuple):
     """One factor of an axis: an atom, and the signs that multiply its units.
 
-    A sign flip gives each axis of each parameter a bit: does it flip? The signs of a factor of any other
-    tensor are a sum of such bits modulo two, written as a set of bits.
+    A sign flip has one bit for each axis of each parameter: whether it flips. The signs of a factor of any
+    other tensor are a sum of such bits modulo two, stored as a bit mask.
     """
 
     atom: int
@@ -29,12 +29,12 @@ Axis = tuple[Factor, ...]
 class Atoms:
     """Which factors of which axes move together.
 
-    Atoms that were joined form a class, and a permutation moves all of a class alike. A pinned class does not
-    move. An atom may be cut into a slow and a fast part later on, and every axis that holds it is cut with
-    it. Signs are not joined but constrained: each class collects sums of bits that have to be even.
+    Joined atoms form a class, and a permutation moves all of a class alike. A pinned class does not move. An
+    atom may be cut later into a slow and a fast part, which cuts every axis that holds it. Signs are not
+    joined but constrained: each class collects sums of bits that must be even.
 
-    A class remembers what pinned it first: the value of ``cause`` at that time. The empty cause means that
-    no units are lost by the pin: what stays is the order of inputs, of outputs, or of positions in a window.
+    A class remembers what pinned it first: the value of ``cause`` at that time. The cause is empty if what is
+    pinned are no hidden units, but inputs, outputs, or positions in a window.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Atoms:
     _bits: int = 0
 
     def fresh(self, size: int, signs: int = 0) -> Axis:
-        """An axis that moves with no other yet."""
+        """An axis that is joined with no other yet."""
         return (Factor(self._atom(size), signs),)
 
     def pinned(self, size: int, cause: str | None = None) -> Axis:
@@ -56,7 +56,7 @@ class Atoms:
         return axis
 
     def bit(self) -> int:
-        """A sign of its own, free until it is constrained."""
+        """A new sign, free until it is constrained."""
         self._bits += 1
         return 1 << (self._bits - 1)
 
@@ -66,7 +66,7 @@ class Atoms:
         return len(self._parents) - 1
 
     def find(self, atom: int) -> int:
-        """The atom that stands for the class."""
+        """The atom that represents the class."""
         while self._parents[atom] != atom:
             self._parents[atom] = self._parents[self._parents[atom]]
             atom = self._parents[atom]
@@ -77,11 +77,11 @@ class Atoms:
         return self.find(atom) in self._pinned
 
     def cause_of(self, atom: int) -> str:
-        """What pinned the class; empty if nothing did, or if no units are lost by it."""
+        """What pinned the class; empty if nothing did, or if it holds no hidden units."""
         return self._pinned.get(self.find(atom), "")
 
     def expand(self, axis: Axis) -> Axis:
-        """The axis in atoms that are whole, each its class's own; those of size one left out."""
+        """The axis in uncut atoms, each the representative of its class, without atoms of size 1."""
         whole: list[Factor] = []
         for atom, signs in axis:
             root = self.find(atom)
@@ -92,13 +92,13 @@ class Atoms:
         return tuple(whole)
 
     def pin(self, axis: Axis, cause: str | None = None) -> None:
-        """Fix the order of an axis, and its signs; by default the cause is the present one."""
+        """Fix the order and signs of an axis; by default the cause is ``self.cause``."""
         for factor in self.expand(axis):
             self._pinned.setdefault(factor.atom, self.cause if cause is None else cause)
             self._require_even(factor)
 
     def unsigned(self, axis: Axis) -> Axis:
-        """The axis of a tensor whose signs have to stay."""
+        """Fix the signs of an axis."""
         for factor in self.expand(axis):
             self._require_even(factor)
         return self.forget_signs(axis)
@@ -108,18 +108,18 @@ class Atoms:
         return tuple(Factor(atom) for atom, _ in axis)
 
     def equal(self, x: Axis, y: Axis) -> Axis:
-        """The axis of a sum: both terms move and flip alike. Also a contraction, in which signs cancel."""
+        """The axis of a sum, or of a contraction: both terms move and flip alike."""
         pairs = self._align(x, y)
         for a, b in pairs:
             self._require_even(Factor(a.atom, a.signs ^ b.signs))
         return tuple(a for a, _ in pairs)
 
     def multiply(self, x: Axis, y: Axis) -> Axis:
-        """The axis of a product: both factors move alike, and their signs multiply."""
+        """The axis of a product: both factors move alike, and signs multiply."""
         return tuple(Factor(a.atom, a.signs ^ b.signs) for a, b in self._align(x, y))
 
     def reshape(self, axes: Iterable[Axis], shape: Sequence[int]) -> list[Axis]:
-        """The axes of a tensor in another shape; all of it is pinned if its atoms can't be cut to fit."""
+        """The axes of a tensor in another shape; all are pinned if the atoms can't be cut to fit."""
         rest = [factor for axis in axes for factor in self.expand(axis)]
         everything = tuple(rest)
         shaped: list[Axis] = []
@@ -143,7 +143,7 @@ class Atoms:
         return shaped
 
     def chunk(self, axis: Axis, whole: int, size: int) -> Axis:
-        """The last factor, of the given size, of an axis of ``whole`` units whose chunks keep their order."""
+        """Cut an axis of ``whole`` units into chunks in a fixed order, and return the axis within a chunk."""
         if size == 1:
             self.pin(axis)
             return ()
@@ -152,7 +152,7 @@ class Atoms:
         return inner
 
     def constraints(self) -> dict[int, list[int]]:
-        """By class, the sums of bits that have to be even."""
+        """By class, the sums of bits that must be even."""
         by_class: dict[int, list[int]] = {}
         for factor in self._even:
             for atom, signs in self.expand((factor,)):
@@ -164,7 +164,7 @@ class Atoms:
             self._even.add(factor)
 
     def _align(self, x: Axis, y: Axis) -> list[tuple[Factor, Factor]]:
-        """Cut both until their factors match, and join them; what can't be cut to match is pinned."""
+        """Cut both axes until their factors match, and join those; pin what can't be cut to match."""
         x, y = self.expand(x), self.expand(y)
         pairs: list[tuple[Factor, Factor]] = []
         while x and y:

@@ -1,4 +1,4 @@
-"""What to do with a network that returns more than a tensor."""
+"""Advice on how to wrap a network that returns something other than a tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a module to the axes of its parameters that may move: a walk over its ATen graph."""
+"""Read the permutations and sign flips of a module's parameters from its ATen graph."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
 
+from pyro_sym._private import OpOverload, operands_of, tree_map
 from pyro_sym.errors import SymmetryError
 from pyro_sym.network.aten_rules import RULES, STRUCTURAL, Operand, Operation, pointwise
 from pyro_sym.network.atoms import Atoms, Axis, Factor
@@ -27,12 +27,12 @@ Factors = dict[str, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True)
 class Traced:
-    """What a graph says of the symmetries of its module.
+    """The symmetries read from the graph of a module.
 
     Attributes:
         shapes: the factors of the axes of all parameters and buffers that move.
         members: the permutations and sign flips that move them.
-        pinned: by (cause, number of units), the axes that an operation keeps in order.
+        pinned: by (cause, number of units), the axes whose order an operation fixes.
         failed: by operation and module, the error that its rule raised.
         dtypes: of the floating-point tensors in the graph.
     """
@@ -51,12 +51,15 @@ BY_HAND = (
     "Write the group by hand, as a Product of Permutation and SignFlip over the parameters, and let "
     "check_symmetry compare the model with its images"
 )
-MAX_COMBINED = 8  # independent sign flips of one class, up to which all their combinations are looked at
+MAX_COMBINED = 8  # all combinations are tried of up to so many independent sign flips of one class
 
 
 def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """The symmetries of a module in eval mode, on factors of the axes of its parameters and buffers."""
-    with warnings.catch_warnings(), torch.enable_grad():  # without gradients, attention takes a fused path
+    with (
+        warnings.catch_warnings(),
+        torch.enable_grad(),
+    ):  # without gradients, attention is fused
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(module, args, kwargs, strict=False).run_decompositions()
@@ -65,18 +68,18 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
             raise SymmetryError(
                 f"torch.export can't make a graph of {type(module).__name__} ({type(error).__name__}: "
                 f"{reason}); its symmetries are read from that graph, and control flow that depends on data "
-                f"has none. {BY_HAND}"
+                f"has no graph. {BY_HAND}"
             ) from error
     return _Walk(module, program).found()
 
 
 class _Walk:
-    """The graph from inputs to outputs; each tensor's axes are known when its users are reached."""
+    """A walk over the graph from inputs to outputs, which gives each tensor its axes."""
 
     def __init__(self, module: nn.Module, program: torch.export.ExportedProgram) -> None:
         self.atoms = Atoms()
-        self.state: dict[str, Operand] = {}  # parameters and buffers by name, a shared one by its first
-        self.bits: dict[int, tuple[str, int]] = {}  # the sign of an axis of one of them
+        self.state: dict[str, Operand] = {}  # parameters and buffers by name, shared ones by their first name
+        self.bits: dict[int, tuple[str, int]] = {}  # by sign bit, the parameter or buffer and its axis
         self.results: dict[fx.Node, list[Operand]] = {}
         self.failed: dict[str, Exception] = {}
         self.dtypes: set[torch.dtype] = set()
@@ -90,10 +93,10 @@ class _Walk:
             for name, tensor in named(remove_duplicate=False)
         }
         self.constants = signature.inputs_to_lifted_tensor_constants
-        # A shared parameter has a placeholder for each of its names, and not all of them have users.
+        # A shared parameter has a placeholder for each of its names, some without users.
         self.used = {self._first_name(node) for node in program.graph.nodes if node.users}
         for node in program.graph.nodes:
-            self.atoms.cause = ""  # the order of inputs and outputs is no loss
+            self.atoms.cause = ""  # inputs and outputs are no hidden units
             self.dtypes |= _floating(node)
             if node.op == "placeholder":
                 self.results[node] = self._input(node)
@@ -136,7 +139,7 @@ class _Walk:
         return [Operand(shape, [self.atoms.pinned(size) for size in shape]) for shape in _shapes(node)]
 
     def _constant(self, shape: tuple[int, ...], fill: float) -> Operand:
-        """Equal entries stay in any order, and zeros with any signs: each use has axes of its own."""
+        """A constant is the same in any order, and zeros with any signs: each use gets fresh axes."""
         signs = [self.atoms.bit() if fill == 0.0 else 0 for _ in shape]
         return Operand(shape, [self.atoms.fresh(n, s) for n, s in zip(shape, signs, strict=True)], fill)
 
@@ -158,7 +161,7 @@ class _Walk:
         source, index = arguments
         if index < len(self.results[source]):
             return [self.results[source][index]]
-        self._pin_arguments(source)  # no rule says how this result moves
+        self._pin_arguments(source)  # the rule gave no axes for this result
         return self._pinned(node)
 
     def _call(self, node: fx.Node) -> list[Operand]:
@@ -169,7 +172,7 @@ class _Walk:
             for x in found:
                 if [self.atoms.size(axis) for axis in x.axes] != list(x.shape) and x.fill is None:
                     raise ValueError(f"the rule gives axes {x.axes} to a result of shape {x.shape}")
-        except Exception as error:  # a rule must not end the search, whatever it meets
+        except Exception as error:  # a failing rule must not stop the walk
             self.failed.setdefault(self.atoms.cause, error)
             found = []
         if not found:
@@ -178,14 +181,14 @@ class _Walk:
         return found
 
     def _by_rule(self, node: fx.Node) -> list[Operand]:
-        """The results of an operation, or the first of them; none if there is no rule for it."""
+        """The results of an operation, or only the first ones; empty if it has no rule."""
         shapes, target = _shapes(node), node.target
-        if not isinstance(target, torch._ops.OpOverload) or not shapes:
+        if not isinstance(target, OpOverload) or not shapes:
             return []
-        schema = target._schema
-        name = schema.name.removeprefix("aten::")
-        arguments = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-        arguments |= dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+        name = target.name().removeprefix("aten::").partition(".")[0]
+        operands = operands_of(target)
+        arguments = {a.name: a.default_value for a in operands if a.has_default_value()}
+        arguments |= dict(zip((a.name for a in operands), node.args, strict=False)) | node.kwargs
         op = Operation(self.atoms, name, tree_map(self._operand, arguments), shapes[0])
 
         elementwise = (
@@ -210,10 +213,10 @@ class _Walk:
         empty = self._pinned(node)
         return [e if 0 in e.shape else x for x, e in zip(found, empty, strict=False)]
 
-    # What the walk has found ------------------------------------------------------------------------------
+    # The result of the walk -------------------------------------------------------------------------------
 
     def found(self) -> Traced:
-        """What moves, and what keeps the rest in its place."""
+        """The members that move parameters and buffers, and what pins the rest."""
         axes = {name: [self.atoms.expand(axis) for axis in x.axes] for name, x in self.state.items()}
         where: dict[int, list[tuple[str, int]]] = {}
         for name, several in axes.items():
@@ -230,7 +233,7 @@ class _Walk:
         moving = permuted | {atom for atom, several in flips.items() if several}
 
         shapes: Factors = {}
-        positions: dict[tuple[str, int, int], list[int]] = {}  # of an atom on an axis, in the finer shape
+        positions: dict[tuple[str, int, int], list[int]] = {}  # by (name, axis, atom): finer axes
         for name, several in axes.items():
             merged = [_merge(self.atoms, axis, moving) for axis in several]
             total = sum(map(len, merged))
@@ -257,7 +260,7 @@ class _Walk:
         return Traced(shapes, members, self._lost(axes), self.failed, frozenset(self.dtypes))
 
     def _lost(self, axes: dict[str, list[Axis]]) -> dict[tuple[str, int], list[str]]:
-        """By cause and number of units, the axes of parameters that an operation pinned as a whole."""
+        """By cause and number of units, the axes of parameters all of whose atoms are pinned."""
         lost: dict[tuple[str, int], dict[str, None]] = {}
         for name, several in axes.items():
             for k, axis in enumerate(several):
@@ -269,7 +272,7 @@ class _Walk:
         return {key: list(places) for key, places in lost.items()}
 
     def _flips(self, places: list[tuple[str, int]], constraints: list[int]) -> list[list[tuple[str, int]]]:
-        """Sets of axes that flip together, no two with an axis in common; first those without buffers."""
+        """Disjoint sets of axes that flip together, preferring sets without buffers, then small ones."""
         mine = {bit: place for bit, place in self.bits.items() if place in places}
         free = sum(mine)
         basis = [vector & free for vector in _null_space(constraints, list(mine))]
@@ -287,7 +290,7 @@ class _Walk:
 
 
 def _null_space(rows: Iterable[int], bits: list[int]) -> list[int]:
-    """A basis of the sets of bits that have an even number in common with each row."""
+    """A basis of the bit masks that have an even number of bits in common with each row, over GF(2)."""
     pivots: dict[int, int] = {}
     every = sum(bits)
     for row in rows:
@@ -304,7 +307,7 @@ def _null_space(rows: Iterable[int], bits: list[int]) -> list[int]:
 
 
 def _merge(atoms: Atoms, axis: Iterable[Factor], moving: set[int]) -> list[tuple[int, int]]:
-    """Atoms and sizes of an axis, neighbours that stay taken together."""
+    """The atoms of an axis and their sizes; neighbours that don't move become one."""
     merged: list[tuple[int, int]] = []
     for stays, run in groupby(axis, lambda factor: factor.atom not in moving):
         factors = [(factor.atom, atoms.sizes[factor.atom]) for factor in run]
@@ -313,27 +316,27 @@ def _merge(atoms: Atoms, axis: Iterable[Factor], moving: set[int]) -> list[tuple
 
 
 def _shapes(node: fx.Node) -> list[tuple[int, ...]]:
-    """The shapes of a node's results; of those that are no tensors, an empty one."""
+    """The shapes of a node's results; ``()`` for a result that is no tensor."""
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else [value]
     shapes = [tuple(v.shape) if isinstance(v, Tensor) else () for v in values]
     for size in (size for shape in shapes for size in shape):
         if not isinstance(size, int):
             raise SymmetryError(
-                f"the result of {node.target} has a shape that depends on data, {shapes}, so the axes behind "
-                "it can't be followed. " + BY_HAND
+                f"the result of {node.target} has a shape that depends on data, {shapes}, so its axes "
+                "can't be followed. " + BY_HAND
             )
     return shapes
 
 
 def _asserts(node: fx.Node) -> bool:
-    """Whether a node only checks something: it returns nothing, and changes nothing."""
+    """Whether a node is an assertion: it returns nothing and mutates nothing."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and not schema.returns and not schema.is_mutable
 
 
 def _place(node: fx.Node) -> str:
-    """An operation, and the module that calls it."""
+    """The name of an operation and the path of the module that calls it."""
     target: Any = node.target
     name = str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
     stack = node.meta.get("nn_module_stack") or {}
@@ -349,7 +352,7 @@ def _floating(node: fx.Node) -> set[torch.dtype]:
 
 
 def _is_statistic(buffer: fx.Node) -> bool:
-    """Whether a buffer is nothing but a running mean or variance."""
+    """Whether a buffer is used as a running mean or variance only."""
     return all(
         "batch_norm" in str(user.target) and buffer in user.args[STATISTICS] and user.args.count(buffer) == 1
         for user in buffer.users

@@ -1,4 +1,4 @@
-"""The symmetries of a neural network: read off its graph, verified on the network itself."""
+"""The symmetries of a neural network: read from its graph, verified on the network itself."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from pyro_sym._private import tree_leaves, tree_map
 from pyro_sym._random import fork_random_state
 from pyro_sym.errors import SymmetryError
 from pyro_sym.model.double_precision import all_in_double, default_dtype, to_double
@@ -26,30 +26,30 @@ from pyro_sym.symmetry.viewed import Viewed
 
 __all__ = ["NetworkSymmetry", "symmetry_of"]
 
-MAX_LINES = 8  # of a table, about axes that an operation pinned
-MAX_NAMES = 4  # of axes in such a line
+MAX_LINES = 8  # lines of a table about axes that an operation pins
+MAX_NAMES = 4  # axes named in such a line
 PLAIN = (Tensor, str, int, float, complex, torch.dtype, torch.device, type(None))
 
 
 class NetworkSymmetry(Viewed):
     r"""The group of a network's symmetries: permutations and sign flips of its hidden units.
 
-    :func:`symmetry_of` makes it. It acts on parameters, and on the buffers that have to move along, as the
-    running statistics of a batch norm do in eval mode; all are sites, by name. ``print`` shows it as a table:
-    a row a group, with its size, :math:`\log |G|` in nats, and the axes that it moves. An axis of which one
-    factor moves is written with that factor in brackets: ``weight[1: (8)·7·7]``.
+    :func:`symmetry_of` returns it. It acts on parameters, and on buffers that have to move with them, as the
+    running statistics of a batch norm in eval mode; all are sites, by name. ``print`` shows a table with one
+    row per group: its size, :math:`\log |G|` in nats, and the axes that it moves. Where only a factor of an
+    axis moves, that factor is in brackets: ``weight[1: (8)·7·7]``.
 
     Args:
         members: permutations and sign flips of the factors of axes, counted from the right.
-        shapes: by site, the native shape; an axis in factors is a tuple of sizes, the slowest first.
-        buffers: those sites that are buffers.
-        dropped: lines of the table that say what was left out, and which operations pinned axes.
+        shapes: by site, a tuple for each axis with the sizes of its factors, the slowest first.
+        buffers: names of buffers.
+        dropped: further lines of the table: what was left out, and which operations pin axes.
 
     Attributes:
         symmetry: the product of the members, on factors of axes.
-        shapes: the sizes of the factors of each axis, by site.
-        buffers: names of the buffers that move along.
-        dropped: what :meth:`restrict` has left out, and what :func:`symmetry_of` could not move.
+        shapes: as given.
+        buffers: names of the buffers that the group moves.
+        dropped: as given.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
@@ -75,8 +75,8 @@ class NetworkSymmetry(Viewed):
     @property
     def members(self) -> list[Any]:
         """The permutations and sign flips, on factors of axes."""
-        assert isinstance(self.symmetry, Product)
-        return self.symmetry.members
+        members: list[Any] = self.symmetry.members
+        return members
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -85,19 +85,19 @@ class NetworkSymmetry(Viewed):
         return tuple(member.size(viewed) for member in self.members)
 
     def restrict(self, sites: Collection[str], *, ignore_buffers: bool = False) -> NetworkSymmetry:
-        """The subgroup that leaves everything outside of some sites in place.
+        """The subgroup that moves some sites only.
 
-        Buffers count as sites: a group that has to move running statistics is no symmetry of a network in
-        eval mode whose statistics stay. In train mode the statistics are those of the batch, and the running
-        ones play no part; say ``ignore_buffers=True`` there.
+        Buffers count as sites: in eval mode, a group that has to move running statistics is no symmetry of a
+        network whose statistics are fixed. In train mode a batch norm uses the statistics of the batch; pass
+        ``ignore_buffers=True`` there.
 
         Args:
-            sites: names of parameters, and of buffers that may move. Other names are passed over, so a
-                model's list of latent sites will do.
-            ignore_buffers: keep groups that move buffers, and leave the buffers out of them.
+            sites: names of parameters, and of buffers that may move. Other names are ignored, so a model's
+                list of latent sites will do.
+            ignore_buffers: keep groups that move buffers, but without the buffers.
 
         Returns:
-            The members that move nothing else; what was left out is told below the table.
+            The members that move nothing else; lines below the table name those left out.
 
         Example:
             >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
@@ -125,10 +125,10 @@ class NetworkSymmetry(Viewed):
         """The subgroup of the members for which a condition holds.
 
         Args:
-            holds: a function of a member, which is passed as a symmetry of the parameters themselves.
+            holds: a function of a member, passed as a symmetry of the parameters in their native shapes.
 
         Returns:
-            The subgroup; what was left out is told below the table.
+            The subgroup; lines below the table name the members left out.
         """
         kept, dropped = [], list(self.dropped)
         for member, size in zip(self.members, self.sizes, strict=True):
@@ -139,7 +139,7 @@ class NetworkSymmetry(Viewed):
         return self._subgroup(kept, dropped)
 
     def _subgroup(self, kept: list[Permutation | SignFlip], dropped: list[str]) -> NetworkSymmetry:
-        """The group of some members, seen in the shapes of this one."""
+        """The group of some of the members."""
         moved = {site for member in kept for site in member.axes}
         shapes = {site: shape for site, shape in self.shapes.items() if site in moved}
         return NetworkSymmetry(kept, shapes, self.buffers, dropped)
@@ -160,7 +160,7 @@ class NetworkSymmetry(Viewed):
         return "\n".join([*lines, f"{count}, log|G| = {self.log_order(self._template):.2f}", *self.dropped])
 
     def _moved(self, site: str, axis: int) -> str:
-        """A factor of an axis as the table shows it."""
+        """A factor of an axis in the notation of the table."""
         factors = self.shapes[site]
         axis += sum(map(len, factors))
         k = 0
@@ -183,44 +183,44 @@ def symmetry_of(
 
         f(g \cdot w) = f(w).
 
-    The group is read off the graph of ATen operations that ``torch.export`` makes of the network. Each axis
-    of each tensor is an ordered product of factors; operations say which of them move together; whatever an
-    operation treats by position, or is not known, does not move. A hidden unit's sign may flip where what
-    lies between its incoming and outgoing weights is odd. Each member of the group is then verified on a copy
-    of the network: in float64, at random parameters, buffers and inputs, in eval mode and in train mode
-    (without dropout). A member that fails is left out with a warning.
+    The group is read from the graph of ATen operations that ``torch.export`` makes of the network. Each axis
+    of each tensor is an ordered product of factors, and each operation determines which of them move
+    together; axes that an operation treats by position, or whose operation is unknown, do not move. The sign
+    of a hidden unit may flip if every function between its incoming and outgoing weights is odd. Each member
+    of the group is then verified on a copy of the network: in float64, at random parameters, buffers and
+    inputs, in eval mode and in train mode (without dropout). A member that fails is left out with a warning.
 
-    All that is found is a symmetry; not all symmetries are found. Known to be missed:
+    Everything found is a symmetry, but not all symmetries are found. Known to be missed:
 
     * continuous ones, as scales of ReLU units and rotations of the inner dimensions of attention;
-    * in grouped convolutions and attention, a permutation or sign of its own inside each group or head;
+    * in grouped convolutions and attention, permutations and signs inside a single group or head;
     * permutations of parts of an axis that is sliced or concatenated, unless they are chunks of one size, all
       of which move alike: gates, skip connections, packed queries, keys and values;
     * where two sign flips share an axis, as those before and after the scale of a batch norm, the one that
-      moves more; the sign of a unit alone in its layer; and signs of a part of an axis, as of the cell of an
+      moves more; the sign of a unit alone in its layer; and signs of part of an axis, as of the cell of an
       LSTM, which flips one gate of four;
     * permutations that would move buffers other than the running statistics of batch norms.
 
     Args:
-        net: the network. It is left exactly as it is.
-        *example_args: inputs of the shape to make the graph for; more than one row, if there are batch norms.
-        prefix: put in front of the names of parameters, as ``"net."`` for a network that is the attribute
-            ``net`` of a ``PyroModule``.
+        net: the network; it is not changed.
+        *example_args: inputs for the graph, with more than one row if there are batch norms.
+        prefix: of the names of parameters, as ``"net."`` for a network that is the attribute ``net`` of a
+            ``PyroModule``.
         **example_kwargs: inputs by name.
 
     Returns:
         A product of :class:`Permutation` and :class:`SignFlip` over factors of axes of the parameters, and of
-        the buffers that have to move along. See :meth:`NetworkSymmetry.restrict` for a model in which only
-        some are random.
+        the buffers that move with them. For a model in which only some are random, see
+        :meth:`NetworkSymmetry.restrict`.
 
     Raises:
         SymmetryError: if the network has no such graph, as with control flow that depends on data; if its
-            output is not finite at random weights; if it can't be copied; or if its inputs or outputs are no
-            tensors, nor tuples, lists and dicts of them: the message says how to wrap it.
+            output is not finite at random weights; if it can't be copied; or if its inputs or outputs are not
+            tensors, or tuples, lists and dicts of them: the message shows how to wrap it.
 
     Warns:
-        UserWarning: if nothing was found though the network has hidden units, with the operations that keep
-            their order; if a rule failed, so that what an operation touches is not moved; or if a member
+        UserWarning: if nothing was found though the network has hidden units, with the operations that fix
+            their order; if a rule failed, so that the axes of its operation are not moved; or if a member
             failed its verification.
 
     Example:
@@ -262,12 +262,12 @@ def _twin(
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], torch.dtype]:
     """A copy of a network on the CPU in eval mode, with its inputs, and their dtype.
 
-    It is in double precision if it runs so, and else in the precision that it has.
+    It is in double precision if it runs in that, and in its own precision otherwise.
     """
     if odd := [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, PLAIN)]:
         raise SymmetryError(
             f"an input of {type(net).__name__} is {described(odd[0])}; pass tensors, or tuples, lists and "
-            "dicts of them; what behaves like a dict is passed by name, as symmetry_of(net, **batch)"
+            "dicts of them; pass an object that behaves like a dict by name, as symmetry_of(net, **batch)"
         )
     try:
         copied = copy.deepcopy(net)
@@ -281,8 +281,7 @@ def _twin(
             output = twin(*doubles[0], **doubles[1])
         dtype = torch.float64
     except Exception:
-        # The network is tied to its own precision. An error of another kind comes again without doubles, and
-        # is the network's own.
+        # The network runs in its own precision only. An error of another kind is raised again below.
         twin = copy.deepcopy(net).to("cpu").requires_grad_(True).eval()
         doubles = tree_map(partial(_mapped, lambda tensor: tensor.detach().cpu()), (args, kwargs))
         output = twin(*doubles[0], **doubles[1])
@@ -294,13 +293,13 @@ def _twin(
 
 
 def _lines(traced: Traced, prefix: str, every: bool) -> list[str]:
-    """The lines of the table that say what can't be moved, and why.
+    """The lines of the table that say which axes can't be moved, and why.
 
-    Hidden units have axes in two sites at least. Where there is a group, other axes that can't be moved, as
-    those of pixels behind a convolution, go without saying; where there is none, every one is named.
+    Unless ``every``, only axes of hidden units are named, which have axes in two sites at least; not those of
+    pixels behind a convolution, for example.
     """
     failed = [
-        f"left out: what {place} touches, as its rule failed ({type(error).__name__}: {error})"
+        f"left out: the axes of {place}, as its rule failed ({type(error).__name__}: {error})"
         for place, error in traced.failed.items()
     ]
     pinned = []
@@ -318,11 +317,11 @@ def _lines(traced: Traced, prefix: str, every: bool) -> list[str]:
 def _verified(
     traced: Traced, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Permutation | SignFlip]:
-    """Those members under which the network does not change; a warning names what was left out."""
+    """The members under which the network does not change; warnings name the others."""
     for place, error in traced.failed.items():
         warnings.warn(
-            f"the rule for {place} of {type(twin).__name__} failed ({type(error).__name__}: {error}); what "
-            "it touches is not moved. Please report this network to the authors of pyro_sym",
+            f"the rule for {place} of {type(twin).__name__} failed ({type(error).__name__}: {error}); the "
+            "axes that it touches are not moved. Please report this network to the authors of pyro_sym",
             stacklevel=3,
         )
     replay = Replay(twin, args, kwargs)
@@ -335,7 +334,7 @@ def _verified(
             verified.append(member)
         else:
             warnings.warn(
-                f"{_name(member, *candidate.sizes)} of {', '.join(member.sites)} was read off the graph of "
+                f"{_name(member, *candidate.sizes)} of {', '.join(member.sites)} was read from the graph of "
                 f"{type(twin).__name__}, but changes its output by {change:.2g} of the largest entry, and is "
                 "left out. Please report this network to the authors of pyro_sym",
                 stacklevel=3,
@@ -352,7 +351,7 @@ def _not_the_identity(symmetry: Symmetry, values: dict[str, Tensor]) -> Element:
 
 
 def _name(member: Symmetry, size: int) -> str:
-    return f"S_{size}" if isinstance(member, Permutation) else f"{{±1}}^{size}"
+    return f"S_{size}" if member.relabels else f"{{±1}}^{size}"
 
 
 def _mapped(convert: Callable[[Tensor], Tensor], leaf: Any) -> Any:

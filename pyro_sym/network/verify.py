@@ -1,4 +1,4 @@
-"""A module as a function of its state: does its output change under a symmetry?"""
+"""Does the output of a module change under a symmetry of its state?"""
 
 from __future__ import annotations
 
@@ -8,28 +8,36 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_leaves, tree_map
 
+from pyro_sym._private import tree_leaves, tree_map
 from pyro_sym.errors import SymmetryError
 from pyro_sym.symmetry.base import Symmetry, Values
 
 __all__ = ["Replay", "tolerance"]
 
-# Of the largest output. In float64 sums in another order differ by some 1e-15 of it.
+DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
+# Relative to the largest output. In float64, sums in another order differ by some 1e-15 of it.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2}
 
 
 def tolerance(dtypes: Iterable[torch.dtype]) -> float:
-    """How much of the largest output may change where a network computes in these dtypes."""
+    """The allowed change, relative to the largest output, of a network that computes in these dtypes."""
     return max((TOLERANCES.get(dtype, 0.1) for dtype in dtypes), default=TOLERANCES[torch.float64])
 
 
 class Replay:
-    """A module with a state drawn at random, in eval and in train mode.
+    """A module with a random state, in eval and in train mode.
 
-    The module is changed freely, so it has to be a copy. Its dropout is switched off: masks are exchangeable
-    in law, not one by one.
+    The module is modified, so pass a copy. Its dropout is switched off: a mask is invariant in distribution
+    only.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -38,7 +46,7 @@ class Replay:
         self.inputs: Any = (args, kwargs)
         self.values = {name: tensor.detach().clone() for name, tensor in self.state.items()}
         for part in module.modules():
-            if isinstance(part, _DropoutNd):
+            if isinstance(part, DROPOUTS):
                 part.p = 0.0
             elif isinstance(part, nn.RNNBase | nn.MultiheadAttention):
                 part.dropout = 0.0
@@ -68,7 +76,7 @@ class Replay:
         return False
 
     def _randomize(self) -> None:
-        """Draw state and inputs: a symmetry of zeros and ones need be none of other numbers."""
+        """Draw state and inputs: what is symmetric at zeros and ones need not be so in general."""
         own, given = self.values, self.inputs
         parameters = {name for name, _ in self.module.named_parameters()}
         generic = {name: _normal(t) if name in parameters else _shifted(t) for name, t in own.items()}
@@ -80,7 +88,7 @@ class Replay:
                 return
         raise SymmetryError(
             f"the output of {type(self.module).__name__} is not finite, neither at random parameters nor at "
-            "1/2 to 3/2 times its own, so no symmetry can be verified; give it example inputs it can work on"
+            "1/2 to 3/2 times its own, so no symmetry can be verified; pass example inputs for which it is"
         )
 
     def outputs(self, values: Values, train: bool, seed: int = 0) -> list[Tensor]:
@@ -115,7 +123,7 @@ def _normal(tensor: Tensor) -> Tensor:
 
 
 def _shifted(leaf: Any) -> Any:
-    """Numbers that stay positive where they were, and infinite, as in masks."""
+    """Other numbers; positive and infinite ones, as in masks, stay so."""
     return leaf + _around_one(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 

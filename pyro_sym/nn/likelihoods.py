@@ -1,4 +1,4 @@
-"""What a network's output says of the target: likelihoods that know how many rows there are in all."""
+"""Likelihoods: the distribution of a target given a network's output, scaled to all rows."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Likelihood(ABC):
 
         \log p(D \mid \theta) \approx \frac{N}{|B|} \sum_{n \in B} \log p(y_n \mid f_\theta(x_n)),
 
-    which is unbiased over uniformly drawn minibatches. A likelihood of your own says in :meth:`law` what the
-    distribution is, entry by entry.
+    which is unbiased over uniformly drawn minibatches. A likelihood of your own implements :meth:`law`, the
+    distribution of each entry.
 
     Args:
         num_data: :math:`N`; by default the rows of a call are all there are.
@@ -58,22 +58,22 @@ class Likelihood(ABC):
             A distribution whose batch shape is ``(*draws, *target)``.
 
         Raises:
-            ValueError: if the output is not of a shape that goes with the likelihood.
+            ValueError: if the output's shape doesn't fit the likelihood.
         """
 
     def target(self, y: Tensor, shape: torch.Size, output: Tensor) -> Tensor:
-        """The target as the law takes it.
+        """The target, checked and converted.
 
         Args:
             y: the target, ``(rows, *more)``.
-            shape: what its shape has to be.
+            shape: the shape that it must have.
             output: the network's.
 
         Returns:
             The same values, of the output's dtype.
 
         Raises:
-            ValueError: if the shape is another.
+            ValueError: if it has another shape.
         """
         if y.shape != shape:
             raise ValueError(
@@ -83,7 +83,7 @@ class Likelihood(ABC):
         return y.to(output.dtype)
 
     def mixture(self, law: Any) -> Any:
-        """The equal mixture of laws along their first dim, where that is of the same family.
+        """The equal mixture of laws along their first dim, if it is of the same family.
 
         Args:
             law: as :meth:`law` returns it, with one dim of draws.
@@ -92,7 +92,7 @@ class Likelihood(ABC):
             The distribution of each entry.
 
         Raises:
-            ValueError: if it is of no such family.
+            ValueError: if it isn't.
         """
         raise ValueError(
             f"{type(self).__name__} has no closed form for the probabilities or the entropy of a mixture; "
@@ -125,7 +125,7 @@ class Categorical(Likelihood):
     """
 
     def law(self, output: Tensor, **parameters: Tensor) -> Any:
-        """Of integer classes, one dim less than the output has."""
+        """Integer classes, of shape ``(*draws, rows, *more[:-1])``."""
         return dist.Categorical(logits=output)
 
     def target(self, y: Tensor, shape: torch.Size, output: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ class HeteroskedasticGaussian(Likelihood):
         self.min_scale = min_scale
 
     def law(self, output: Tensor, **parameters: Tensor) -> Any:
-        """Of half the output's last axis."""
+        """Of the output's shape with half its last axis."""
         if output.shape[-1] % 2:
             raise ValueError(
                 f"the network's output has shape {tuple(output.shape)}; its last axis has to be even: k "
@@ -270,5 +270,5 @@ class Poisson(Likelihood):
 
 
 def _log_mean_exp(logs: Tensor) -> Tensor:
-    """Along the first dim."""
+    """Over the first dim."""
     return logs.logsumexp(0) - math.log(len(logs))

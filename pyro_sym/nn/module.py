@@ -12,10 +12,9 @@ from pyro.infer.autoguide.initialization import init_to_median
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.func import functional_call, vmap
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map
 
+from pyro_sym._private import tree_leaves, tree_map
 from pyro_sym.network.outputs import how_to_wrap
 from pyro_sym.nn.likelihoods import Likelihood
 from pyro_sym.nn.prediction import Prediction
@@ -23,6 +22,8 @@ from pyro_sym.nn.priors import IIDPrior, Prior, fitted, moved
 from pyro_sym.nn.selection import Selector, select
 
 __all__ = ["BayesianModule"]
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class BayesianModule(nn.Module):
@@ -38,36 +39,35 @@ class BayesianModule(nn.Module):
 
     The observed site is ``"y"``, in the plate ``"data"``. The model is called as ``model(x, y)``, or without
     ``y`` to draw it; ``x`` is a tensor, a tuple of positional or a dict of keyword arguments of the network.
-    Guides and kernels of Pyro's and of this package take it, vectorised particles included.
+    Guides and kernels of Pyro and of this package accept it, vectorised particles included.
 
     The network is copied, and the copy always runs **in evaluation mode**, whatever ``train()`` says and
     whichever mode the original is in. Dropout is off: random masks would make the log joint a random number.
     Batch normalisation uses the running statistics that it has at construction and leaves them as they are:
     with statistics of the batch the rows would not be independent, and a minibatch would not stand for all
-    data. So run data through a fresh network in train mode first, or use another normalisation.
+    data. Run data through a fresh network in train mode first, or use another normalisation.
 
     Args:
-        net: the network; it is left as it is, and what happens to it later has no effect here.
+        net: the network; it is copied, so later changes have no effect here.
         prior: a function of (name, parameter, module that holds it) that returns a distribution, or ``None``
             to leave the parameter deterministic: :class:`~pyro_sym.nn.IIDPrior`,
-            :class:`~pyro_sym.nn.FanInPrior`, :class:`~pyro_sym.nn.LayerwisePrior`, or your own. What it
-            returns is expanded to the parameter's shape. A distribution stands for ``IIDPrior`` of it.
+            :class:`~pyro_sym.nn.FanInPrior`, :class:`~pyro_sym.nn.LayerwisePrior`, or your own. Its
+            result is expanded to the parameter's shape. A distribution is taken as ``IIDPrior`` of it.
         likelihood: one of :mod:`pyro_sym.nn`'s; it knows the number of rows in all.
         hide: parameters that stay deterministic: a name, a pattern of names (``"*.bias"``), the name of a
             module, a type of module, a module, a parameter, or a list of such.
-        expose: the only parameters that don't, less those hidden: ``expose=net[-1]`` for the last layer only.
-        hidden: what deterministic parameters are: ``"fixed"`` at the values that they have, or a
-            ``"param"``: each the ``pyro.param`` of its name, so that SVI trains it. Samplers hold those at
-            their values.
-        batch_size: if given, ``x`` and ``y`` are all the data, and the plate draws so many rows at each call.
+        expose: the only Bayesian parameters, except hidden ones: ``expose=net[-1]`` for the last layer only.
+        hidden: ``"fixed"`` if deterministic parameters keep their values, ``"param"`` if each is the
+            ``pyro.param`` of its name, which SVI trains and samplers hold at its value.
+        batch_size: if given, ``x`` and ``y`` are all the data, and the plate draws this many rows a call.
 
     Attributes:
         net: the copy.
         sites: names of the latent sites, parameters of the likelihood included.
 
     Raises:
-        ValueError: if a prior doesn't fit its parameter, no parameter is left to be Bayesian, a selector
-            means none, names clash, a parameter has no shape yet (lazy modules), or a batch normalisation
+        ValueError: if a prior doesn't fit its parameter, no parameter is Bayesian, a selector
+            selects none, names clash, a parameter has no shape yet (lazy modules), or a batch normalisation
             keeps no running statistics; on a call, if target and output don't fit each other, or there are
             more rows than ``num_data``.
         TypeError: on a call, if the network returns more than one tensor; the message says how to wrap it.
@@ -183,14 +183,14 @@ class BayesianModule(nn.Module):
             raise ValueError(
                 f"x has {len(x)} rows, but num_data is {num_data}: it is the number of rows in all"
             )
-        # As rows given by the caller: of a subsample_size alone Pyro would draw a permutation of all rows.
+        # Given a subsample_size instead of row numbers, Pyro would draw a permutation of all rows.
         given = torch.arange(len(x), device=x.device)
         return pyro.plate("data", num_data or len(x), subsample=given, dim=-1, device=x.device)
 
     def _output(self, values: Mapping[str, Tensor], x: Any) -> tuple[Tensor, dict[str, Tensor], int]:
         """Outputs ``(*draws, rows, …)``, the likelihood's parameters ``(*draws, …)``, and ``len(draws)``.
 
-        There are such dims where the model runs in plates, as of vectorised particles.
+        There are such dims if the model runs in plates, such as those of vectorised particles.
         """
         if all(value.dim() == self._priors[name].event_dim for name, value in values.items()):
             weights, own = self._split(values)
@@ -203,7 +203,7 @@ class BayesianModule(nn.Module):
                 "the plate 'data'; for many draws at once use predict, or have them at dim -2, with a dim of "
                 "1 behind"
             )
-        each = {
+        each = {  # (S, *event) a site
             name: value.expand(*lead, *self._priors[name].event_shape).flatten(0, len(lead) - 1)
             for name, value in values.items()
         }
@@ -263,7 +263,7 @@ class BayesianModule(nn.Module):
                 raise
             raise RuntimeError(
                 f"torch.func.vmap can't run the network for many draws at once: {error} Pass chunk_size=1 to "
-                "predict, and take no vectorised particles"
+                "predict, and use no vectorised particles"
             ) from error
         return result
 
@@ -273,17 +273,17 @@ class BayesianModule(nn.Module):
 
         Args:
             draws: values by site, as ``get_samples()``, ``Predictive`` or a guide give them: ``(S, *shape)``,
-                or ``(C, S, *shape)`` grouped by chain, or one point ``shape``. Other sites are left alone.
+                or ``(C, S, *shape)`` grouped by chain, or one point ``shape``. Other sites are ignored.
             x: the network's input, or tuple or dict of inputs.
-            chunk_size: how many draws are worked on at once, by ``torch.func.vmap``; with 1 they are run one
-                by one without it, for networks that it can't take.
+            chunk_size: how many draws run at once, by ``torch.func.vmap``; with 1 they run one by one
+                without it, for networks that it can't run.
 
         Returns:
-            The prediction, over all draws: chains are put one behind the other.
+            The prediction over all draws, chains concatenated.
 
         Raises:
             ValueError: if a site is missing, or of another shape.
-            RuntimeError: if the network can't be run for many draws at once, as recurrent ones can't.
+            RuntimeError: if the network can't be run for many draws at once, as recurrent ones.
         """
         values: dict[str, Tensor] = {}
         for name, prior in self._priors.items():
@@ -296,7 +296,7 @@ class BayesianModule(nn.Module):
                     f"draws of site {name!r} have shape {tuple(value.shape)}, which does not end in the "
                     f"site's own, {tuple(shape)}"
                 )
-            values[name] = value.reshape(-1, *shape)
+            values[name] = value.reshape(-1, *shape)  # (S, *shape)
         counts = {name: len(value) for name, value in values.items()}
         if len(set(counts.values())) > 1:
             raise ValueError(f"sites have different numbers of draws: {counts}")
@@ -330,7 +330,7 @@ class BayesianModule(nn.Module):
 
 
 def _priors_of(net: nn.Module, prior: Any, chosen: Collection[str]) -> dict[str, Any]:
-    """The priors of the parameters that are to be Bayesian, in the network's order."""
+    """The priors of Bayesian parameters, in the network's order."""
     if isinstance(prior, Distribution):
         prior = IIDPrior(prior)
     if not callable(prior) or isinstance(prior, type):
@@ -346,9 +346,7 @@ def _priors_of(net: nn.Module, prior: Any, chosen: Collection[str]) -> dict[str,
             if own is not None:
                 priors[name] = fitted(own, name, parameter)
     if not priors:
-        raise ValueError(
-            "no parameter of the network is left to be Bayesian: all are hidden, or have no prior"
-        )
+        raise ValueError("no parameter of the network is Bayesian: all are hidden, or have no prior")
     return priors
 
 
@@ -360,7 +358,7 @@ def _refuse_lazy(net: nn.Module) -> None:
 
 def _refuse_batch_statistics(net: nn.Module) -> None:
     for name, module in net.named_modules():
-        if isinstance(module, _BatchNorm) and module.running_mean is None:
+        if isinstance(module, _BATCH_NORMS) and module.running_mean is None:
             raise ValueError(
                 f"module {name!r}, a {type(module).__name__}, keeps no running statistics: it would use "
                 "those of each minibatch, and rows would not be independent given the parameters; pass "

@@ -1,4 +1,4 @@
-"""What many draws of a network together say of new rows."""
+"""The posterior predictive of a network at new rows, from many draws."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Uncertainty:
     """A measure of uncertainty in two parts, ``total = aleatoric + epistemic``, for each entry of the target.
 
     Attributes:
-        total: of the posterior predictive.
-        aleatoric: that would be left if the parameters were known, on average over the draws.
-        epistemic: what knowing the parameters would take away.
+        total: the uncertainty of the posterior predictive.
+        aleatoric: the part that would remain if the parameters were known, averaged over the draws.
+        epistemic: the part that knowing the parameters would remove.
     """
 
     total: Tensor
@@ -80,7 +80,7 @@ class Prediction:
         """
         total = self.likelihood.mixture(self.law).entropy()
         aleatoric = self.law.entropy().mean(0)
-        return Uncertainty(total, aleatoric, (total - aleatoric).clamp(min=0))  # rounding apart, it is >= 0
+        return Uncertainty(total, aleatoric, (total - aleatoric).clamp(min=0))  # < 0 by rounding only
 
     @property
     def variance(self) -> Uncertainty:
@@ -108,17 +108,17 @@ class Prediction:
             In nats, of shape ``(rows,)``; all entries of a row's target jointly.
 
         Raises:
-            ValueError: if the target's shape is not what the output asks for.
+            ValueError: if the target's shape doesn't fit the output's.
         """
         shape = self.law.batch_shape[1:]
         target = self.likelihood.target(y, shape, self.output[0])
-        by_draw = self.law.to_event(len(shape) - 1).log_prob(target)
+        by_draw = self.law.to_event(len(shape) - 1).log_prob(target)  # (S, rows)
         return by_draw.logsumexp(0) - math.log(len(by_draw))
 
     def _numbers(self, what: str) -> Tensor:
         if isinstance(self.law, Categorical):
             raise ValueError(
-                f"{self.likelihood!r} has no {what}, as classes are no numbers; ask for probs or entropy"
+                f"{self.likelihood!r} has no {what}, as classes are not numbers; use probs or entropy"
             )
         values: Tensor = getattr(self.law, what)
         return values

@@ -10,13 +10,16 @@ from typing import Any, Literal
 import pyro.distributions as dist
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Tensor, nn
-from torch.distributions import Distribution, Transform, constraints
-from torch.distributions.transforms import _InverseTransform
-from torch.nn.modules.conv import _ConvTransposeNd
+from torch.distributions import Distribution, Transform
+from torch.distributions.transforms import ExpTransform
 
+from pyro_sym._private import forget_inverse, without_validation
 from pyro_sym.nn.selection import Selector, named
+from pyro_sym.unwrap import is_real
 
 __all__ = ["FanInPrior", "IIDPrior", "LayerwisePrior", "Prior", "fan_in", "fitted", "moved"]
+
+_INVERSE = type(ExpTransform().inv)  # the class of inverses that torch makes
 
 Prior = Callable[[str, nn.Parameter, nn.Module], Any]
 """From a parameter's name, the parameter, and the module that holds it, to a distribution whose shape is, or
@@ -56,13 +59,13 @@ class FanInPrior:
         W \sim N\left(0, \frac{g^2}{n_{\text{in}}}\right), \qquad b \sim N(0, s_b^2),
 
     where :math:`n_{\text{in}}` is the number of inputs that one output sums over: channels times the size of
-    the window in convolutions, one in embeddings. Parameters of one axis, as biases and the gains of
+    the window in convolutions, one in embeddings. Parameters of one axis, such as biases and gains of
     normalisations, count as :math:`b`.
 
     Args:
         gain: :math:`g`, or ``"radford"`` for 1, Radford Neal's scaling, in which wide networks become
             Gaussian processes, or ``"kaiming"`` for :math:`\sqrt 2`, which makes up for the half that a ReLU
-            cuts off.
+            sets to zero.
         bias_scale: :math:`s_b`.
 
     Raises:
@@ -104,7 +107,7 @@ class LayerwisePrior:
         priors: by a name, a pattern of names (``"*.bias"``) or the name of a module; by the type of the
             module that holds the parameter; by a module or parameter itself. The values are priors, or
             ``None`` for parameters that stay deterministic.
-        default: of parameters that nothing fits; without one they are an error.
+        default: the prior of parameters that no key fits; without it they are an error.
 
     Raises:
         ValueError: on the first call for a parameter without a prior.
@@ -152,7 +155,7 @@ def fan_in(parameter: Tensor, module: nn.Module) -> int:
     """The number of inputs that one output of a layer sums over."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return 1
-    if isinstance(module, _ConvTransposeNd):
+    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
         return parameter.shape[0] // module.groups * parameter[0, 0].numel()
     return parameter[0].numel()
 
@@ -161,7 +164,7 @@ def fitted(prior: Any, name: str, parameter: Tensor) -> Any:
     """A prior as one event of the parameter's shape, dtype and device.
 
     Raises:
-        TypeError: if it is no distribution of Pyro's.
+        TypeError: if it isn't a distribution of Pyro's.
         ValueError: if its shape doesn't broadcast to the parameter's.
     """
     if not isinstance(prior, Distribution):
@@ -191,14 +194,14 @@ def fitted(prior: Any, name: str, parameter: Tensor) -> Any:
 
 
 def moved(distribution: Any, like: Tensor) -> Any:
-    """A copy of a distribution, with what tensors it has on the device of another, and in its precision.
+    """A copy of a distribution with its tensors on the device and in the precision of ``like``.
 
-    Where the support is all reals there is nothing that a check of values could find, and none is made.
+    If the support is all reals, values are not validated, as every value is valid.
     """
     copied = copy.copy(distribution)
     copied.__dict__.update({name: _moved(value, like) for name, value in vars(copied).items()})
-    if _is_real(distribution.support):
-        copied._validate_args = False
+    if is_real(distribution.support):
+        without_validation(copied)
     return copied
 
 
@@ -208,19 +211,13 @@ def _moved(value: Any, like: Tensor) -> Any:
             return value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
         case Distribution():
             return moved(value, like)
-        case _InverseTransform():
+        case Transform() if isinstance(value, _INVERSE):
             return _moved(value.inv, like).inv
         case Transform():
             copied: Any = copy.copy(value)
-            parts = {name: _moved(part, like) for name, part in vars(copied).items() if name != "_inv"}
-            copied.__dict__.update(parts, _inv=None)  # made anew when asked for
+            forget_inverse(copied)
+            copied.__dict__.update({name: _moved(part, like) for name, part in vars(copied).items()})
             return copied
         case list():
             return [_moved(part, like) for part in value]
     return value
-
-
-def _is_real(support: Any) -> bool:
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
-    return support is constraints.real

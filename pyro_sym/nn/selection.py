@@ -1,4 +1,4 @@
-"""Which parameters of a network are meant by a name, a type or an instance."""
+"""Selecting parameters of a network by name, type or instance."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ modules of a type; all in a module; one."""
 
 
 def named(selector: str, name: str) -> bool:
-    """Whether a selector is the name, a pattern of it, or the name of a module that it is in."""
+    """Whether a selector is the parameter's name, a pattern of it, or the name of a module that holds it."""
     return fnmatchcase(name, selector) or name.startswith(f"{selector}.")
 
 
 def select(net: nn.Module, selectors: Selector | Sequence[Selector]) -> frozenset[str]:
-    """The names of the parameters that any of the selectors means; a tied one is meant by all its names.
+    """The names of the parameters that any of the selectors selects; a tied one is selected by any name.
 
     Raises:
-        ValueError: if a selector means none.
-        TypeError: if it is no selector.
+        ValueError: if a selector selects none.
+        TypeError: if it isn't a selector.
     """
     several = selectors if isinstance(selectors, (list, tuple)) else (selectors,)
     return frozenset().union(*(_selected(net, selector) for selector in several))
 
 
 def _selected(net: nn.Module, selector: Selector) -> frozenset[str]:
-    meant = {id(parameter) for parameter in _parameters(net, selector)}
-    names = frozenset(name for name, parameter in net.named_parameters() if id(parameter) in meant)
+    chosen = {id(parameter) for parameter in _parameters(net, selector)}
+    names = frozenset(name for name, parameter in net.named_parameters() if id(parameter) in chosen)
     if not names:
         raise ValueError(
-            f"{selector!r} means no parameter of the network; its parameters are "
+            f"{selector!r} selects no parameter of the network; its parameters are "
             f"{[name for name, _ in net.named_parameters()]}"
         )
     return names

@@ -1,4 +1,4 @@
-"""Is it a symmetry of the model? Compare the model's log joint at values and at their images."""
+"""Is a group a symmetry of the model? Compare the log joint at values and at their images."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ import torch
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.nn import PyroModule
 from pyro.poutine.block_messenger import BlockMessenger
-from pyro.poutine.messenger import _bound_partial, _context_wrap
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from pyro_sym._private import tree_map, unwrapped
 from pyro_sym._random import fork_random_state
 from pyro_sym.errors import SymmetryError
 from pyro_sym.model.double_precision import CastsToDouble, default_dtype
 from pyro_sym.model.program import Program
 from pyro_sym.search.evidence import Evidence, named
-from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.base import Group
 
 __all__ = ["check_symmetry", "unblocked"]
 
 T = TypeVar("T")
 
 
-def check_symmetry(model: Callable[..., Any], symmetry: Symmetry, *args: Any, **kwargs: Any) -> None:
+def check_symmetry(model: Callable[..., Any], symmetry: Group, *args: Any, **kwargs: Any) -> None:
     r"""Check that a model's log joint does not change under a symmetry.
 
     At three prior draws :math:`\theta`, with the same minibatch on both sides, the check asks for
@@ -39,30 +38,31 @@ def check_symmetry(model: Callable[..., Any], symmetry: Symmetry, *args: Any, **
 
         \log p(g \cdot \theta, D) = \log p(\theta, D)
 
-    for all generators :math:`g` of the group and three random elements; of more than 32 generators it takes
-    24, evenly spread, and nine random elements. If the bounds of a support differ from entry to entry, as
-    those of a uniform prior may, values near the bounds are tried too. Enumerable discrete sites are summed
-    out first. Torch's global random state is left as it was.
+    for all generators :math:`g` of the group and three random elements (of a continuous group, for elements
+    whose products are dense in it); if there are more than 32
+    generators, for 24 of them, evenly spaced, and nine random elements. If the bounds of a support differ
+    from entry to entry, as those of a uniform prior may, values near the bounds are tried too. Enumerable
+    discrete sites are summed out first. Torch's global random state is restored.
 
     **Rounding.** The log joint is compared element by element: by rows of the data, and by entries of sites.
-    Elements that change by no more than rounding are left out, and so are terms whose elements only change
-    places. What is left has to make up for itself, within what rounding allows to it alone. So a large or
-    strongly scaled likelihood does not hide a break in a prior. The check runs in float64 where the model
-    allows (a plain module does, as a copy), and in the model's own precision otherwise. In float64, casts of
-    the model to a lower precision are casts to float64. Where an element seems to change, its rounding is
+    Elements that change by no more than rounding are ignored, and so are terms whose elements are only
+    permuted. The changes of all others must cancel, within the rounding of those elements alone. So a large
+    or strongly scaled likelihood does not hide a break in a prior. The check runs in float64 if the model
+    can (a plain module can, as a copy), and in the model's own precision otherwise. In float64, casts inside
+    the model to a lower precision become casts to float64. Where an element seems to change, its rounding is
     measured by second differences at the same point. Breaks below 1e-12 of an element, in single precision
-    below 4e-6, are not seen.
+    below 4e-6, are not detected.
 
-    **Rows.** If plates are subsampled, all their rows are shown once, in random windows, at a prior draw. The
-    windows have more rows than ``subsample_size`` where the model takes them and memory allows. Each window
-    is tried on all generators or, if those are too many, on up to 20 random elements, each of which misses a
-    break with probability 1/2 at most. All windows together take at most 6000 evaluations and
-    5e11 floating point operations; if some windows have to be left out, a warning says how many rows were
-    seen. Rows that the arguments don't hold, as those of a data loader, are not seen.
+    **Rows.** If plates are subsampled, every row is used once, in random windows, at a prior draw. The
+    windows have more rows than ``subsample_size`` if the model and memory allow. Each window is tried on all
+    generators or, if those are too many, on up to 20 random elements, each of which misses a break with
+    probability 1/2 at most. All windows together take at most 6000 evaluations and 5e11 floating point
+    operations; if that is too few for all windows, a warning says how many rows were checked. Rows that the
+    arguments don't hold, as those of a data loader, can't be checked.
 
     Args:
-        model: a Pyro model; a ``poutine.block`` around it is looked through.
-        symmetry: the claimed symmetry.
+        model: a Pyro model; a ``poutine.block`` around it is ignored.
+        symmetry: the claimed symmetry, finite or not.
         *args: the model's positional arguments.
         **kwargs: the model's keyword arguments.
 
@@ -73,7 +73,7 @@ def check_symmetry(model: Callable[..., Any], symmetry: Symmetry, *args: Any, **
             joint.
 
     Warns:
-        UserWarning: if not all rows of subsampled plates were looked at.
+        UserWarning: if not all rows of subsampled plates were checked.
 
     Example:
         >>> def model():
@@ -92,19 +92,19 @@ def at_best_precision(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> T:
-    """Look at a model in float64 if it runs there, else as it is; torch's random state is put back."""
+    """Compute in float64 if the model runs in it, else in its own precision; restore the random state."""
     model = unblocked(model)
     with torch.no_grad(), fork_random_state():
-        # A model with tensors of its own in single precision fails among doubles; a failure of another kind
-        # comes again without them.
+        # A model that holds tensors in single precision fails in float64. An error of another kind is raised
+        # again below.
         with suppress(RuntimeError), default_dtype(torch.float64), own_params():
             double = partial(tree_map, _to_double)
             return compute(_without_casts(_in_double(model), double(args), double(kwargs)), torch.float64)
         return compute(Program(model, args, kwargs), torch.float32)
 
 
-def check(program: Program, dtype: torch.dtype, symmetry: Symmetry) -> None:
-    """Try a symmetry on the evidence of prior draws and all rows."""
+def check(program: Program, dtype: torch.dtype, symmetry: Group) -> None:
+    """Raise if prior draws or rows of the data refute a symmetry."""
     evidence = Evidence(program, dtype)
     refutation = evidence.refute(symmetry)
     if refutation:
@@ -116,16 +116,13 @@ def check(program: Program, dtype: torch.dtype, symmetry: Symmetry) -> None:
 def unblocked(model: Callable[..., Any]) -> Callable[..., Any]:
     """The model without the ``poutine.block`` and init strategies around it; other handlers stay.
 
-    A guide for a mixture is made from the model with its allocations blocked; the symmetry is the whole
-    model's.
+    A guide for a mixture is made from the model with its allocations blocked, but the symmetry is one of the
+    whole model.
     """
     kept = []
     fn = model
-    while True:
-        inner = fn.func if isinstance(fn, _bound_partial) else fn
-        if not (isinstance(inner, partial) and inner.func is _context_wrap):
-            break
-        messenger, fn = inner.args
+    while (outer := unwrapped(fn)) is not None:
+        messenger, fn = outer
         if not isinstance(messenger, BlockMessenger | InitMessenger):
             kept.append(messenger)
     for messenger in reversed(kept):
@@ -134,16 +131,16 @@ def unblocked(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_double(model: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a module in double precision. A ``PyroModule`` has its parameters in the store, and stays."""
+    """A copy of a module in double precision; not of a ``PyroModule``, whose parameters are in the store."""
     if isinstance(model, nn.Module) and not isinstance(model, PyroModule):
         return copy.deepcopy(model).double()
     return model
 
 
 def _without_casts(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-    """The program of a model whose casts to a lower precision, if it has any, are casts to float64.
+    """The program of a model, its casts to a lower precision replaced by casts to float64.
 
-    Sums in lower precision depend on the order of their terms, by more than the rest of a model in float64.
+    Sums in lower precision depend on the order of their terms by more than the rounding of float64.
     """
     with CastsToDouble() as casts:
         program = Program(model, args, kwargs)
@@ -159,9 +156,9 @@ def _without_casts(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 @contextmanager
 def own_params() -> Iterator[None]:
-    """Keep parameters that are made here out of the user's store.
+    """Delete the parameters created inside from Pyro's store afterwards.
 
-    Pyro's own ``scope`` would take from parameters what SVI needs of them.
+    Pyro's own ``scope`` would drop from the user's parameters what SVI needs.
     """
     store = pyro.get_param_store()
     before = set(store.keys())

@@ -1,32 +1,33 @@
-r"""Is a change of the log joint more than rounding? The one rule, element by element.
+r"""Is a change of the log joint more than rounding? A rule that looks at it element by element.
 
 An element :math:`i` of a term, with log probability :math:`\ell_i` and scale :math:`c_i`, has *moved* if it
-changes by more than rounding can explain,
+changes by more than its allowance,
 
 .. math::
 
     |\Delta_i| > a_i = \rho \, (1 + |\ell_i|).
 
-The elements of a term may change places, as those of exchangeable components do. They are compared place by
-place or in order of size, whichever moves less. A term is *unbalanced* if the elements that moved do not make
-up for each other,
+The elements of a term may be permuted, as those of exchangeable components are. They are compared in place,
+or sorted, whichever moves less. A term is *unbalanced* if the changes of the elements that moved do not
+cancel,
 
 .. math::
 
     \Bigl|\sum_{\text{moved}} c_i \Delta_i\Bigr| > \sum_{\text{moved}} c_i a_i,
 
-and the log joint has changed if the unbalanced terms do not make up for each other, within the sum of their
-allowances alone. So nothing that stays in place, or is in balance, lends its size to what is broken, however
-large it is or however it is scaled.
+and the log joint has changed if the changes of the unbalanced terms do not cancel, within the sum of their
+allowances alone. So elements that stay, and balanced terms, add nothing to the allowance of a break, however
+large or strongly scaled they are.
 
-The level :math:`\rho` of a term is a small floor. Where something seems to have changed, rounding is measured
-before a change is reported: at values moved by a relative :math:`h` each way, the second difference
+The level :math:`\rho` of a term is at first a small constant. Where something seems to have changed, rounding
+is measured before a change is reported: at values moved by a relative :math:`h` each way, the second
+difference
 
 .. math::
 
     \ell_i(\theta + h\theta\xi) + \ell_i(\theta - h\theta\xi) - 2 \ell_i(\theta)
 
-is :math:`O(h^2)` for a smooth term, and what is left is rounding, inside of the term and of the values.
+is :math:`O(h^2)` for a smooth term; the rest is the rounding of the term and of the values.
 
 References:
     J. J. Moré, S. M. Wild, *Estimating computational noise*, SIAM J. Sci. Comput. 33 (2011) 1292-1314.
@@ -53,13 +54,13 @@ Levels = Mapping[str, float]
 
 # Levels that need no measurement, by the precision of a term: some 5000 and 32 units in the last place.
 FLOOR = {torch.float64: 1e-12, torch.float32: 4e-6}
-# But no element may change by more nats than this without a measurement, unless it is so large that this is
-# below the last few units of its precision.
+# No element may change by more nats than this without a measurement, unless it is so large that these nats
+# are below 16 units in its last place.
 FLOOR_NATS, LAST_UNITS = 1e-6, 16
-# Relative steps of the second differences, and how many there are.
+# Relative steps of the second differences, and their number.
 STEP = {torch.float64: 1e-11, torch.float32: 2e-6}
 NUM_DIFFERENCES = 3
-# A difference of two evaluations may exceed the largest of a few second differences by so much.
+# By this factor a difference of two evaluations may exceed the largest of a few second differences.
 SAFETY = 16.0
 
 
@@ -68,7 +69,7 @@ class Joint:
 
     Attributes:
         terms: the terms by name.
-        elements: all elements one behind the other, in double precision.
+        elements: the elements of all terms, concatenated and in double precision.
     """
 
     def __init__(self, terms: Mapping[str, Term]) -> None:
@@ -82,7 +83,7 @@ class Joint:
 
     @cached_property
     def allowances(self) -> Tensor:
-        """What rounding may change all elements by without a measurement."""
+        """By how much each element may change without a measurement of rounding."""
         counts = [term.elements.numel() for term in self.terms.values()]
         parts = self.sizes.split(counts)
         return torch.cat([_floor(term, part) for term, part in zip(self.terms.values(), parts, strict=True)])
@@ -107,9 +108,9 @@ class Change:
     """A change of the log joint that is more than rounding.
 
     Attributes:
-        total: by how much the unbalanced terms change together.
-        allowed: how much rounding may account for.
-        size: the scaled size of what moved in them.
+        total: the sum of the changes of the unbalanced terms.
+        allowed: their allowance for rounding.
+        size: the scaled size of the elements that moved in them.
         terms: the change of each unbalanced term, by name.
     """
 
@@ -135,8 +136,8 @@ def compared(before: Joint, after: Joint, levels: Levels | None = None) -> Chang
     Args:
         before: the log joint at the first point, which is finite there.
         after: the log joint at the second.
-        levels: relative levels of rounding by term, as :func:`rounding_levels` measures them; by default the
-            floors.
+        levels: relative levels of rounding by term, as :func:`rounding_levels` measures them; by default
+            small constants.
 
     Returns:
         The change, or None if rounding accounts for it.
@@ -154,33 +155,29 @@ def compared(before: Joint, after: Joint, levels: Levels | None = None) -> Chang
     for name, term in before.terms.items():
         part = slice(start, start + term.elements.numel())
         start = part.stop
-        allowance = before.allowances[part].maximum((levels or {}).get(name, 0.0) * before.sizes[part])
-        moved = _moved(difference[part], allowance)
-        if not moved.any():
-            continue
+        sizes = before.sizes[part]  # (n,), as all below
+        allowance = before.allowances[part].maximum((levels or {}).get(name, 0.0) * sizes)
         scale = torch.as_tensor(term.scale, dtype=torch.float64, device=difference.device)
         if scale.dim():
-            scale = scale.expand(term.elements.shape).reshape(-1)[moved]
-        change = float((difference[part][moved] * scale).sum())
-        own = float((allowance[moved] * scale).sum())
-        if abs(change) <= own and own > FLOOR_NATS * float(scale.max()) and not scale.dim():
-            # Many elements that change places allow for more than their rounding together.
+            scale = scale.expand(term.elements.shape).reshape(-1)
+        change, own, moved = _sums_of_moved(difference[part], allowance, sizes, scale)
+        if abs(change) <= own and not scale.dim() and own > FLOOR_NATS * float(scale):
+            # Many permuted elements have a large allowance together. Sorted, those that only moved drop out.
             (first, order), second = before.elements[part].sort(), after.elements[part].sort().values
-            allowance, sorted_difference = allowance[order], second - first
-            moved = _moved(sorted_difference, allowance)
-            change = float((sorted_difference[moved] * scale).sum())
-            own = float((allowance[moved] * scale).sum())
-            size_moved = float((before.sizes[part][order][moved] * scale).sum())
-        else:
-            size_moved = float((before.sizes[part][moved] * scale).sum())
+            change, own, moved = _sums_of_moved(second - first, allowance[order], sizes[order], scale)
         if not abs(change) <= own:
-            total, allowed, size = total + change, allowed + own, size + size_moved
+            total, allowed, size = total + change, allowed + own, size + moved
             terms[name] = change
     return Change(total, allowed, size, terms) if terms and not abs(total) <= allowed else None
 
 
-def _moved(difference: Tensor, allowance: Tensor) -> Tensor:
-    return ~(difference.abs() <= allowance)  # also where a change is not a number
+def _sums_of_moved(
+    difference: Tensor, allowance: Tensor, sizes: Tensor, scale: Tensor
+) -> tuple[float, float, float]:
+    """The scaled sums of changes, allowances and sizes, over the elements that moved."""
+    moved = ~(difference.abs() <= allowance)  # true for NaN, too
+    change, own, size = (float((part * scale)[moved].sum()) for part in (difference, allowance, sizes))
+    return change, own, size
 
 
 def rounding_levels(evaluate: Callable[[dict[str, Tensor]], Joint], values: Values, joint: Joint) -> Levels:
@@ -192,7 +189,7 @@ def rounding_levels(evaluate: Callable[[dict[str, Tensor]], Joint], values: Valu
         joint: the log joint there.
 
     Returns:
-        Levels by term, to be given to :func:`compared`; none where the log joint can't be evaluated nearby.
+        Levels by term for :func:`compared`; empty if the log joint can't be evaluated nearby.
     """
     seconds = torch.zeros_like(joint.elements)
     with pyro.validation_enabled(False):  # a simplex need not sum to one to the last digits here
@@ -222,7 +219,7 @@ def _step(value: Tensor) -> Tensor:
 
 
 def _floor(term: Term, sizes: Tensor) -> Tensor:
-    """What rounding may change elements of given sizes by without a measurement."""
+    """By how much elements of given sizes may change without a measurement of rounding."""
     dtype = term.elements.dtype
     last = LAST_UNITS * torch.finfo(dtype).eps * sizes
     return (FLOOR.get(dtype, 2 * LAST_UNITS * torch.finfo(dtype).eps) * sizes).minimum(

@@ -1,21 +1,20 @@
-r"""The evidence on which groups are judged: points, and all rows of the data. It is the same for all groups.
+r"""The evidence for or against a symmetry: prior draws and all rows of the data, the same for all groups.
 
 **Elements.** A group of few generators is tried on all of them, which decides. Of many generators some are
-tried, and random elements. If a group is no symmetry, the elements that leave the log joint as it is at
-almost all points are a proper subgroup of it, of index 2 at least. A uniformly random element is outside of
-that subgroup with probability 1/2 at least, so :math:`m` of them miss a break with probability
-:math:`2^{-m}` at most.
+tried, and random elements. If a group is no symmetry, the elements that leave the log joint unchanged at
+almost all points form a proper closed subgroup. A uniformly random element is in it with probability 1/2 at
+most (0 if its index is infinite), so :math:`m` of them miss a break with probability :math:`2^{-m}` at most.
 
-**Rows.** Every row of every subsampled plate is shown once, in windows of rows in random order. The windows
+**Rows.** Every row of every subsampled plate is used once, in windows of rows in random order. The windows
 are as large as the model and memory allow. Each is tried on all generators, or on as many random elements as
-there are operations left for it, one at least. If even that is too dear, some windows are left out, and
+the budget of operations allows, at least one. If even that is too expensive, some windows are left out, and
 :attr:`Evidence.unseen` says so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -27,22 +26,22 @@ from torch.distributions import biject_to
 
 from pyro_sym.errors import SymmetryError
 from pyro_sym.model.all_rows import Window, blocks, widened
-from pyro_sym.model.program import Program, init_to_prior, support_of_entries
+from pyro_sym.model.program import Program, init_to_prior
 from pyro_sym.search.comparison import Change, Joint, compared, evaluated, rounding_levels
-from pyro_sym.symmetry.base import Element, Symmetry
-from pyro_sym.symmetry.elementary import SignFlip
+from pyro_sym.symmetry.base import Element, Group
+from pyro_sym.unwrap import support_of_entries
 
 __all__ = ["MAX_GENERATORS", "Evidence", "Point", "Refutation", "finite_draws", "named", "unbroken"]
 
 NUM_DRAWS = 3
 MAX_GENERATORS = 32
 NUM_RANDOM_ELEMENTS = 3  # beside all generators
-# Where there are more than MAX_GENERATORS: fewer of them, and more random elements.
+# If there are more than MAX_GENERATORS: fewer of them, and more random elements.
 NUM_SPREAD, NUM_RANDOM_AMONG_MANY = 24, 9
-MAX_NAMED = 1000  # generators that are tried to say more than a random element does
+MAX_NAMED = 1000  # generators tried to name one where a random element changed the log joint
 # Unconstrained coordinates of values near the bounds of a support: 6e-6 of the interval from them.
 END = 12.0
-# For all rows: random elements a window, and what a check may cost.
+# For all rows: random elements per window, and limits for one check.
 NUM_ROW_ELEMENTS = 20
 MAX_ROW_EVALUATIONS = 6_000
 MAX_ROW_OPERATIONS = 5e11
@@ -53,7 +52,7 @@ class Point:
     """A point at which a log joint is finite.
 
     Attributes:
-        program: the model, which may show more rows than the user's.
+        program: the model, perhaps with larger minibatches than the user's.
         values: values by site.
         indices: indices by subsampled plate.
         joint: the log joint there.
@@ -69,7 +68,7 @@ class Point:
         return evaluated(self.program, values, self.indices)
 
     def change(self, values: dict[str, Tensor]) -> Change | None:
-        """The change of the log joint at other values, if it is more than rounding, which is measured.
+        """The change of the log joint at other values, if it is more than the measured rounding.
 
         Raises:
             ValueError: if a value is outside of the support of its site.
@@ -85,18 +84,18 @@ class Point:
 
 @dataclass(frozen=True)
 class Refutation:
-    """A fact that a group is no symmetry: an element that changes the log joint at a point.
+    """A proof that a group is no symmetry: an element that changes the log joint at a point.
 
     Attributes:
         symmetry: the group.
         name: the element in words.
         element: the element.
         point: where it changes the log joint.
-        change: by how much, or None if the image is outside of the support.
-        outside: what is said of that image.
+        change: by how much; None if the image is outside of the support.
+        outside: Pyro's message about that image.
     """
 
-    symmetry: Symmetry
+    symmetry: Group
     name: str
     element: Element
     point: Point
@@ -125,7 +124,7 @@ class Evidence:
         dtype: of the values.
 
     Attributes:
-        unseen: what rows no group is tried on, in words; empty if there are none.
+        unseen: which rows are not checked, in words; empty if all are.
 
     Raises:
         SymmetryError: if the log joint is random at fixed values.
@@ -142,29 +141,21 @@ class Evidence:
         self._at_bounds = list(_draws_at_bounds(program, dtype))
         self._windows: list[Window] | None = None
 
-    def refute(self, symmetry: Symmetry) -> Refutation | None:
-        """A fact that says that a group is no symmetry of the model, if there is one.
-
-        Args:
-            symmetry: the group.
-
-        Returns:
-            The first element that changes the log joint; None if none does.
+    def refute(self, symmetry: Group) -> Refutation | None:
+        """The first element of a group that changes the log joint; None if none does.
 
         Raises:
             SymmetryError: if the group can't act on the model's sites.
         """
         for point in [*self.points, *self._at_bounds]:
             symmetry.check_values(point.values)
-            for name, element in _elements(symmetry, point):
-                refutation = _tried(symmetry, name, element, point)
-                if refutation:
-                    return refutation
+            refutation = _first_refutation(symmetry, _elements(symmetry, point), point)
+            if refutation:
+                return refutation
         for point in self._all_rows():
-            for name, element in self._elements_of_rows(symmetry, point):
-                refutation = _tried(symmetry, name, element, point)
-                if refutation:
-                    return refutation
+            refutation = _first_refutation(symmetry, self._elements_of_rows(symmetry, point), point)
+            if refutation:
+                return refutation
         return None
 
     def _all_rows(self) -> Iterator[Point]:
@@ -190,7 +181,7 @@ class Evidence:
             )
 
     def _plan(self) -> None:
-        """Choose windows, and how many elements each is tried on."""
+        """Choose windows, and the number of elements that each is tried on."""
 
         def prepare(program: Program) -> Callable[[], Joint]:
             point = finite_draw(program, self.dtype)
@@ -213,14 +204,14 @@ class Evidence:
                 for name, plate in self._wide.plates.items()
             )
             self.unseen = (
-                f"of {number:,} windows of rows {chosen:,} were looked at, that is {seen}: all rows are too "
-                "dear. What only the others break is not seen"
+                f"{chosen:,} of {number:,} windows of rows were checked ({seen}), because all rows are too "
+                "expensive; a break that only shows on other rows is not detected"
             )
 
     def _plate_names(self) -> str:
         return ", ".join(map(repr, self.program.plates))
 
-    def _elements_of_rows(self, symmetry: Symmetry, point: Point) -> list[tuple[str, Element]]:
+    def _elements_of_rows(self, symmetry: Group, point: Point) -> list[tuple[str, Element]]:
         generators = symmetry.generators(point.values)
         if len(generators) <= min(self._trials, MAX_GENERATORS):
             return generators
@@ -231,7 +222,7 @@ def finite_draw(program: Program, dtype: torch.dtype) -> Point:
     """A point at which the log joint is finite, drawn by the program's init strategy.
 
     Raises:
-        ValueError: if it is finite at none of 20 draws.
+        ValueError: if the log joint is not finite at any of 20 draws.
     """
     for _ in range(20):
         values, indices = program.draw()
@@ -246,7 +237,7 @@ def finite_draw(program: Program, dtype: torch.dtype) -> Point:
 
 
 def finite_draws(program: Program, dtype: torch.dtype) -> list[Point]:
-    """Several such points; fewer, but one at least, where they are hard to find."""
+    """Up to ``NUM_DRAWS`` such points, at least one."""
     points: list[Point] = []
     for _ in range(NUM_DRAWS):
         try:
@@ -261,7 +252,7 @@ def finite_draws(program: Program, dtype: torch.dtype) -> list[Point]:
 def _draws_at_bounds(program: Program, dtype: torch.dtype) -> Iterator[Point]:
     """Points near bounds of supports that differ from entry to entry, as those of a uniform prior may.
 
-    An image of a prior draw leaves such a support seldom if the bounds differ by little.
+    If the bounds differ by little, the images of prior draws seldom leave such a support.
     """
     if any(_uneven_bounds(latent.support) for latent in program.latents.values()):
         for end in (-END, END):
@@ -279,7 +270,7 @@ def _uneven_bounds(support: Any) -> bool:
 
 
 def _near_bound(end: float, site: Any) -> Tensor:
-    """A value near the lower or the upper bound, or near the only one; a prior draw where bounds are even."""
+    """A value near the lower or upper bound, or near the only one; a prior draw if bounds are all alike."""
     fn = site["fn"]
     if not _uneven_bounds(fn.support):
         return init_to_prior(site)
@@ -290,39 +281,37 @@ def _near_bound(end: float, site: Any) -> Tensor:
 
 
 def unbroken(
-    evidence: Evidence, members: Sequence[Any], group: Callable[..., Symmetry]
+    evidence: Evidence, members: Sequence[Any], group: Callable[..., Any]
 ) -> tuple[list[Any], list[tuple[Any, Refutation]]]:
-    """The members whose product is a symmetry, and the others, each with the fact that speaks against it.
+    """The members whose product is a symmetry, and the others, each with its refutation.
 
-    A product is tried as one. If an element of it changes the log joint, its parts are applied one after the
-    other from the same point, and at least one of these steps changes the log joint.
+    The product is tried as a whole. If an element changes the log joint, its parts are applied in turn from
+    the same point; at least one of these steps changes the log joint, and its member is removed.
 
     Args:
-        evidence: on which to judge.
-        members: of the product.
+        evidence: the model, with the points and rows to try.
+        members: the members of the product.
         group: makes the product of some members; its elements are tuples of theirs.
-
-    Returns:
-        The members that remain, and the others with a refutation.
     """
     left, broken = list(members), []
     while left:
         refutation = evidence.refute(group(*left))
         if refutation is None:
             break
-        guilty = _guilty(refutation, left)
+        guilty = _guilty(refutation)
         broken += [(left[i], refutation) for i in guilty]
         left = [member for i, member in enumerate(left) if i not in guilty]
     return left, broken
 
 
-def _guilty(refutation: Refutation, members: list[Any]) -> list[int]:
-    """The members whose part of an element changes the log joint, when the parts are applied in turn."""
-    group, point = refutation.symmetry, refutation.point
+def _guilty(refutation: Refutation) -> list[int]:
+    """The indices of members whose part of an element changes the log joint, applied in turn."""
+    group: Any = refutation.symmetry  # a product of the members
+    point = refutation.point
     parts = list(group.identity(point.values))
-    moving = [i for i in range(len(members)) if not _equal(parts[i], refutation.element[i])]
-    # Permutations first, signs after, as in the elements of a product.
-    moving.sort(key=lambda i: isinstance(getattr(members[i], "symmetry", members[i]), SignFlip))
+    moving = [i for i in range(len(parts)) if not _equal(parts[i], refutation.element[i])]
+    # Permutations first, then signs: the order within an element of a product.
+    moving.sort(key=lambda i: getattr(group.members[i], "symmetry", group.members[i]).flips)
     guilty, here = [], point
     for i in moving:
         parts[i] = refutation.element[i]
@@ -346,7 +335,7 @@ def _equal(first: Any, second: Any) -> bool:
     return torch.equal(first, second)
 
 
-def _elements(symmetry: Symmetry, point: Point) -> Iterator[tuple[str, Element]]:
+def _elements(symmetry: Group, point: Point) -> Iterator[tuple[str, Element]]:
     """All generators and some random elements, or some generators and more random elements."""
     generators = symmetry.generators(point.values)
     if len(generators) <= MAX_GENERATORS:
@@ -359,33 +348,35 @@ def _elements(symmetry: Symmetry, point: Point) -> Iterator[tuple[str, Element]]
         yield _random(symmetry, point)
 
 
-def _random(symmetry: Symmetry, point: Point) -> tuple[str, Element]:
+def _random(symmetry: Group, point: Point) -> tuple[str, Element]:
     return f"a random element of {symmetry!r}", symmetry.sample(point.values)
 
 
-def _tried(symmetry: Symmetry, name: str, element: Element, point: Point) -> Refutation | None:
-    """Whether an element changes the log joint at a point."""
-    try:
-        change = point.change(symmetry.act(element, point.values))
-    except SymmetryError:
-        raise
-    except ValueError as error:  # of Pyro's validation, for the point itself is in the support
-        return Refutation(symmetry, name, element, point, None, str(error).splitlines()[0])
-    return Refutation(symmetry, name, element, point, change) if change else None
+def _first_refutation(
+    symmetry: Group, elements: Iterable[tuple[str, Element]], point: Point
+) -> Refutation | None:
+    """The first of some elements that changes the log joint at a point."""
+    for name, element in elements:
+        try:
+            change = point.change(symmetry.act(element, point.values))
+        except SymmetryError:
+            raise
+        except ValueError as error:  # from Pyro's validation: the image is outside of the support
+            return Refutation(symmetry, name, element, point, None, str(error).splitlines()[0])
+        if change:
+            return Refutation(symmetry, name, element, point, change)
+    return None
 
 
 def named(refutation: Refutation) -> Refutation:
-    """The same with a generator where a random element changed the log joint, if one is found."""
+    """The refutation by a generator, which has a clear name, if one is found; else the given one."""
     symmetry, point = refutation.symmetry, refutation.point
-    for name, element in symmetry.generators(point.values)[:MAX_NAMED]:
-        clearer = _tried(symmetry, name, element, point)
-        if clearer:
-            return clearer
-    return refutation
+    generators = symmetry.generators(point.values)[:MAX_NAMED]
+    return _first_refutation(symmetry, generators, point) or refutation
 
 
 def _nth(dealt: dict[str, list[Tensor]], n: int, *, all_of_them: bool) -> Window:
-    """The n-th window: in the order of the product, or so that each plate is gone through evenly."""
+    """The n-th window: of all combinations, or so that few windows use each plate evenly."""
     window = {}
     for number, (name, several) in enumerate(dealt.items()):
         if all_of_them:

@@ -22,7 +22,7 @@ class Network:
 
     Attributes:
         module: the module.
-        prefix: what stands before its parameters' names in those of the sites.
+        prefix: the site of its parameter ``weight`` is called ``prefix + "weight"``.
         args: the positional inputs of its first call.
         kwargs: its inputs by name.
     """
@@ -36,8 +36,8 @@ class Network:
 def networks(program: Program) -> list[Network]:
     """The outermost modules with parameters that are sites of a model, in the order in which it calls them.
 
-    ``functional_call`` and modules in closures are seen. Parameters that are ``PyroSample``s are none to
-    torch; networks made of those are not found.
+    Modules in closures and under ``functional_call`` are found. Networks made of ``PyroSample``s are not:
+    torch does not count those as parameters.
 
     Args:
         program: the model, which is run twice.
@@ -52,7 +52,7 @@ def networks(program: Program) -> list[Network]:
             prefixes.setdefault(module, prefix)
             inside.update(module.modules())
 
-    # A hook on all modules at once, for which there are is known only when they are called ...
+    # A global hook, because we only learn which modules exist when they are called ...
     with _hooks([register_module_forward_pre_hook(look)]):
         program.trace(values, indices)
     found: dict[nn.Module, Network] = {}
@@ -60,14 +60,14 @@ def networks(program: Program) -> list[Network]:
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found.setdefault(module, Network(module, prefixes[module], args, kwargs))
 
-    # ... but only a module's own hook is told of inputs by name.
+    # ... and then hooks of their own, because only those get keyword arguments.
     with _hooks([m.register_forward_pre_hook(note, with_kwargs=True) for m in prefixes]):
         program.trace(values, indices)
     return list(found.values())
 
 
 def _prefix(module: nn.Module, sites: Collection[str]) -> str | None:
-    """What stands before the names of all those parameters of a module that are sites; None if none are."""
+    """The prefix under which most parameters of a module are sites; None if none is."""
     if any(getattr(part, "_pyro_samples", None) for part in module.modules()):
         return None
     names = [name for name, _ in module.named_parameters()]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pyro.infer.autoguide.initialization import init_to_median, init_to_sample
@@ -15,39 +14,15 @@ from torch import Tensor
 from pyro_sym._random import fork_random_state
 from pyro_sym.model.minibatch import Minibatch
 from pyro_sym.model.potential import ContinuousOnly, Potential
+from pyro_sym.sgmcmc.chains import Chains
+from pyro_sym.sgmcmc.divergence import EARLY
 
-if TYPE_CHECKING:
-    from pyro_sym.sgmcmc.chains import Chains
+__all__ = ["blame_start"]
 
-__all__ = ["Start", "blame_start"]
-
-# Later divergences have little to do with the start.
-EARLY = 500
 # Other starts are tried for so much longer than the chain lasted; steps too large show there as well.
 LONGER, MORE = 1.5, 20
 # How many other starts.
 NUM_STARTS = 8
-
-
-@dataclass
-class Start:
-    """Where chains started.
-
-    Attributes:
-        energy: :math:`U`, of shape ``(C,)``.
-        slopes: the norm of its gradient by site, of shape ``(C, sites)``.
-        position: of shape ``(C, d)``.
-    """
-
-    energy: Tensor
-    slopes: Tensor
-    position: Tensor
-
-    @classmethod
-    def of(cls, energy: Tensor, gradient: Tensor, position: Tensor, sizes: list[int]) -> Start:
-        """Keep what describes the start of chains."""
-        by_site = gradient.split(sizes, -1)  # each of shape (C, size of the site)
-        return cls(energy.clone(), torch.stack([slope.norm(dim=-1) for slope in by_site], -1), position)
 
 
 def blame_start(chains: Chains, chain: int, minibatch: Minibatch) -> str | None:
@@ -91,14 +66,14 @@ def _try(chains: Chains, chain: int, starts: Tensor, minibatch: Minibatch) -> tu
     """How many chains fail from these starts, of shape ``(S, d)``, and the median energy of all."""
     kernel = copy.copy(chains.kernel)
     kernel.temperature = chains.temperature_of_chain(chain)
-    source: Any = _Again(minibatch)
+    source: Any = _OneMinibatch(minibatch)
     steps = int(LONGER * (chains.step + 1)) + MORE
     failed, energies = 0, []
     # As many chains at once as there are in the run, so that the same graph serves.
     rows = torch.arange(math.ceil(len(starts) / len(chains.position)) * len(chains.position)) % len(starts)
-    for part in rows.split(len(chains.position)):
+    for chunk in rows.split(len(chains.position)):
         try:
-            trial = type(chains)(kernel, chains.potential, chains._gradient_of, source, starts[part], "mask")
+            trial = Chains(kernel, chains.potential, chains.gradient_of, source, starts[chunk], "mask")
             trial.advance(steps, warming_up=True)
         except (RuntimeError, ValueError, ArithmeticError):
             return len(starts), math.nan
@@ -131,8 +106,8 @@ def _sentence(chains: Chains, chain: int, cure: str, energy: float) -> str:
     )
 
 
-class _Again:
-    """A source of minibatches that gives one and the same."""
+class _OneMinibatch:
+    """A source of minibatches that always gives the same one."""
 
     def __init__(self, minibatch: Minibatch) -> None:
         self._minibatch = minibatch

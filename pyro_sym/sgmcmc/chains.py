@@ -1,56 +1,45 @@
-"""Chains side by side: where they stand, how they take steps, and how they end."""
+"""The chains of a run: what their shards share, and the steps that they take."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import astuple
+from functools import partial
+from typing import Any, Literal
 
 import pyro
 import torch
 from torch import Tensor
 
-from pyro_sym.errors import DivergenceError
-from pyro_sym.model.gradient import ChainGradient, groups, potential_on
+from pyro_sym.model.gradient import ChainGradient, chain_slices
 from pyro_sym.model.minibatch import Loader, Minibatch, PlateRows
 from pyro_sym.model.potential import Potential
-from pyro_sym.sgmcmc.bad_start import EARLY, Start, blame_start
+from pyro_sym.sgmcmc.divergence import EARLY, Divergence, Divergences, Start
+from pyro_sym.sgmcmc.kernel import Factor, Kernel, State, Temperature, is_warm
 from pyro_sym.sgmcmc.preconditioners import rescale_momentum
+from pyro_sym.sgmcmc.prefetch import Prefetcher
+from pyro_sym.sgmcmc.shard import Shard
 from pyro_sym.sgmcmc.step_blocks import FusedSteps, block_length
 
-if TYPE_CHECKING:
-    from pyro_sym.sgmcmc.kernel import StochasticGradientKernel
+__all__ = ["Chains", "Divergence"]
 
-__all__ = ["Chains", "Divergence", "State", "Temperature"]
-
-Temperature = float | tuple[float, ...]
-"""Of one step: that of all chains, or one for each chain."""
-
-State = tuple[Tensor, ...]
-"""What a dynamics carries from step to step: the positions ``(C, d)``, then what it needs besides."""
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """The end of a chain: at which step, and what was the first thing not finite, in words."""
-
-    step: int
-    what: str
+Blame = Callable[["Chains", int, Minibatch], str | None]
+"""From chains, the one that diverged and its minibatch to a sentence on its start, if that is to blame."""
 
 
 class Chains:
-    r"""All chains of a run as one tensor, of shape ``(C, d)``.
+    r"""All chains of a run, of shape ``(C, d)``, as one or several shards.
+
+    Small chains are one shard and take each step together. Large ones
+    (:func:`~pyro_sym.model.gradient.chain_slices`) are a shard each and take it one after the other. All
+    shards see the minibatch of the step, its step size and temperature, and the mass that the
+    preconditioner has learnt.
 
     Energy and gradient are those at ``state[0]``, on the minibatch of the step to come; so every position has
     its energy when it becomes a draw, on a minibatch independent of it.
-
-    Small chains take each step together. Large ones (:func:`~pyro_sym.model.gradient.groups`) take it one
-    after the other, and write what comes of it over what was there: so there are positions, momenta and
-    gradients, of ``C d`` values each, and besides them the noise and intermediate results of one chain.
 
     Args:
         kernel: the dynamics, the schedules and the preconditioner.
@@ -60,15 +49,15 @@ class Chains:
         position: where the chains start, of shape ``(C, d)``; taken over, not copied.
         on_divergence: ``"raise"`` an error, or ``"mask"`` the chain: it stays where it last was finite.
         fused: steps of the kernel with plain gradients, compiled.
+        blame: finds out whether the start is to blame for a divergence.
 
     Attributes:
-        state: the positions, and what the dynamics carries along.
-        energy: :math:`U`, of shape ``(C,)``.
-        gradient: :math:`\nabla U`, of shape ``(C, d)``.
-        diverged: by chain, how it ended.
+        step: how many steps were taken.
+        step_size: of the last step.
+        temperature: of the last step, a number or one for each chain.
         relaxed: how many relaxation times chains have had since the temperature last rose from 0; infinite
             if it never did. Below 1 the states are not draws of the target yet.
-        start: where the chains started, as long as a divergence may come of it.
+        start: where the chains started, as long as it may explain a divergence.
 
     Raises:
         ValueError: if the kernel has another number of temperatures than there are chains.
@@ -76,73 +65,96 @@ class Chains:
 
     def __init__(
         self,
-        kernel: StochasticGradientKernel,
+        kernel: Kernel,
         potential: Potential,
         gradient: ChainGradient,
         source: PlateRows | Loader,
         position: Tensor,
         on_divergence: Literal["raise", "mask"] = "raise",
         fused: FusedSteps | None = None,
+        blame: Blame | None = None,
     ) -> None:
         self.kernel = kernel
         self.potential = potential
         self.source = source
-        self.on_divergence = on_divergence
+        self.gradient_of = gradient
+        self.num_chains = len(position)
         self.step = 0
         self.step_size = math.nan
         self.start: Start | None = None
-        self._num_chains = len(position)
-        self._noiseless = position.new_zeros(()).expand_as(position)
-        self._ladder: tuple[Any, Tensor] | None = None
-        self._allowed: tuple[float, ...] | None = None
-        self.temperature = self._checked(kernel.temperature_at(0))
         self.relaxed = math.inf
-        self.diverged: dict[int, Divergence] = {}
-        self._gradient_of = gradient
+        self._like = position.new_empty(0)
+        self._sizes = list(potential.sizes.values())
+        self._blame = blame
+        self._divergences = Divergences(potential, self.num_chains, on_divergence, self._explain)
+        self._allowed: tuple[float, ...] | None = None
+        self._ladder: tuple[Any, Tensor] | None = None
+        self.temperature = self._checked(kernel.temperature_at(0))
+        self._warm = is_warm(self.temperature)
+        slices = chain_slices(*position.shape)
+        self.shards = [Shard(kernel, rows, position, alone=len(slices) == 1) for rows in slices]
         self._fused = fused
         self._last_numbers: tuple[Any, tuple[Tensor, Tensor]] | None = None
-        self._groups = groups(*position.shape)
-        self._ahead: list[_Ahead] = []
+        self._ahead: list[Prefetcher] = []
         if fused is not None:
             assert isinstance(source, PlateRows)
-            noise = position[self._groups[0]].numel()
-            self._noise_ahead = _Ahead(lambda steps: {"": self._draw_noise(steps)}, noise)
-            rows = len(position) * sum(plate.subsample_size for plate in source.plates.values())
-            self._rows_ahead = _Ahead(source.draw_many, rows)
+            first = self.shards[0]
+            self._noise_ahead = Prefetcher(lambda k: {"": first.draw_noise(k)}, math.prod(first.noise_shape))
+            rows = self.num_chains * sum(plate.subsample_size for plate in source.plates.values())
+            self._rows_ahead = Prefetcher(source.draw_many, rows)
             self._ahead = [self._noise_ahead, self._rows_ahead]
-        sizes = list(potential.sizes.values())
-        self._tuning = kernel.preconditioner.init(position, sizes)
+        self._tuning = kernel.preconditioner.init(position, self._sizes)
         self.inverse_mass = kernel.preconditioner.inverse_mass(self._tuning)
-        self.energy = position.new_full((len(position),), math.nan)
+        self._known: tuple[Tensor, Any] | None = None  # where a step evaluated last, and what it got
         with _quiet():
-            self.state = self._initial_state(position, sizes)
-            self.gradient = torch.zeros_like(position)
-            minibatch = self.source.draw()
-            for group in self._groups:
-                self._arrive(group, tuple(part[group] for part in self.state), minibatch.of(group))
+            energy = position.new_full((self.num_chains,), math.nan)
+            self._view(self._initial_state(position), energy, torch.zeros_like(position))
+            self._evaluate_all()
             if self._together:  # the positions of large chains are written over
-                self.start = Start.of(self.energy, self.gradient, self.position, sizes)
+                self.start = Start.of(self.energy, self.gradient, self.position, self._sizes)
             self._tune(warming_up=True)
 
-    def _initial_state(self, position: Tensor, sizes: list[int]) -> State:
-        state: list[Tensor] = []
-        for group in self._groups:
-            noise, mass = self._noise(group), self._mass_of(group)
-            temperature = self._temperature_of(group)
-            parts = self.kernel.initial_state(position[group], noise, temperature, mass, sizes)
-            if self._together:
-                return tuple(part.contiguous() for part in parts)
-            state = state or [
+    def _initial_state(self, position: Tensor) -> State:
+        """The state at the positions of all chains ``(C, d)``, with momenta of the temperature of now."""
+        whole: list[Tensor] = []
+        for shard in self.shards:
+            state = shard.initial_state(
+                position[shard.rows], self._noise(shard), self._factor(shard), self._mass(shard), self._sizes
+            )
+            if shard.alone:
+                return state
+            whole = whole or [
                 position,
-                *(part.new_empty(len(position), *part.shape[1:]) for part in parts[1:]),
+                *(part.new_empty(self.num_chains, *part.shape[1:]) for part in state[1:]),
             ]
-            for whole, part in zip(state[1:], parts[1:], strict=True):
-                whole[group] = part
-        return tuple(state)
+            for part, own in zip(whole[1:], state[1:], strict=True):
+                part[shard.rows] = own
+        return tuple(whole)
+
+    def _view(self, state: State, energy: Tensor, gradient: Tensor) -> None:
+        """Let the chains stand at a state; with several shards these are the tensors that they write to."""
+        self._whole = None if self._together else (state, energy, gradient)
+        for shard in self.shards:
+            shard.view(state, energy, gradient)
 
     @property
     def _together(self) -> bool:
-        return len(self._groups) == 1
+        return self.shards[0].alone
+
+    @property
+    def state(self) -> State:
+        """What the dynamics carries along, each part of shape ``(C, ·)``, the positions first."""
+        return self.shards[0].state if self._whole is None else self._whole[0]
+
+    @property
+    def energy(self) -> Tensor:
+        r""":math:`U`, of shape ``(C,)``."""
+        return self.shards[0].energy if self._whole is None else self._whole[1]
+
+    @property
+    def gradient(self) -> Tensor:
+        r""":math:`\nabla U`, of shape ``(C, d)``."""
+        return self.shards[0].gradient if self._whole is None else self._whole[2]
 
     @property
     def position(self) -> Tensor:
@@ -152,20 +164,30 @@ class Chains:
     @property
     def momentum(self) -> Tensor | None:
         """The momenta, of shape ``(C, d)``, where the dynamics has them."""
-        return self.state[1] if self.kernel.has_momentum else None
+        return self.state[1] if self.kernel.needs.momentum else None
+
+    @property
+    def diverged(self) -> dict[int, Divergence]:
+        """By chain, how it ended."""
+        return self._divergences.ended
 
     def move_to(self, position: Tensor) -> None:
-        """Go on from other positions, with the momenta of now."""
+        """Go on from other positions ``(C, d)``, with the momenta of now."""
         with _quiet():
-            minibatch = self.source.draw()
-            for group in self._groups:
-                state = (position[group], *(part[group] for part in self.state[1:]))
-                self._arrive(group, state, minibatch.of(group))
+            self._evaluate_all(position)
             self._tune(warming_up=False)
+
+    def _evaluate_all(self, position: Tensor | None = None) -> None:
+        """Evaluate all chains on a fresh minibatch, where they are or at other positions."""
+        minibatch = self.source.draw()
+        for shard in self.shards:
+            at = shard.state[0] if position is None else position[shard.rows]
+            self._arrive(shard, (at, *shard.state[1:]), minibatch.of(shard.rows))
+        self._minibatch = minibatch
 
     def state_dict(self) -> dict[str, Any]:
         """All that steps to come depend on, besides kernel and data and torch's random state."""
-        return {
+        state = {
             "step": self.step,
             "step_size": self.step_size,
             "temperature": self.temperature,
@@ -179,18 +201,22 @@ class Chains:
             "ahead": [ahead.state_dict() for ahead in self._ahead],
             "gradients": [gradient.state_dict() for gradient in self._gradients()],
         }
+        if self.kernel.needs.second_gradient:
+            state["minibatch"] = (dict(self._minibatch.indices), self._minibatch.args)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, of chains of the same kernel, model and data."""
-        device = self.position.device
-        self.step, self.step_size, self.temperature = (
-            state[name] for name in ("step", "step_size", "temperature")
-        )
+        device = self._like.device
+        self.step, self.step_size = state["step"], state["step_size"]
+        self.temperature = state["temperature"]
+        self._warm = is_warm(self.temperature)
         self.relaxed = state.get("relaxed", math.inf)
-        self.state = tuple(part.to(device) for part in state["state"])
-        self.energy, self.gradient = state["energy"].to(device), state["gradient"].to(device)
+        parts = tuple(part.to(device) for part in state["state"])
+        self._view(parts, state["energy"].to(device), state["gradient"].to(device))
         self._tuning = {name: values.to(device) for name, values in state["tuning"].items()}
         self.inverse_mass = self.kernel.preconditioner.inverse_mass(self._tuning)
+        self._refresh_settings()
         self.diverged.clear()
         self.diverged.update({chain: Divergence(*end) for chain, end in state["diverged"].items()})
         self.source.load_state_dict(state["source"])
@@ -198,9 +224,12 @@ class Chains:
             ahead.load_state_dict(own, device)
         for gradient, own in zip(self._gradients(), state["gradients"], strict=True):
             gradient.load_state_dict(own)
+        if "minibatch" in state:
+            indices, args = state["minibatch"]
+            self._minibatch = Minibatch({name: rows.to(device) for name, rows in indices.items()}, args)
 
     def _gradients(self) -> list[ChainGradient]:
-        return [self._gradient_of] if self._fused is None else [self._gradient_of, self._fused.gradient]
+        return [self.gradient_of] if self._fused is None else [self.gradient_of, self._fused.gradient]
 
     def advance(
         self, steps: int, *, warming_up: bool, tick: Callable[[int], None] = lambda steps: None
@@ -216,7 +245,7 @@ class Chains:
             DivergenceError: if a position, gradient or energy is not finite, unless chains are masked.
         """
         # Blocks of one length, that divides what is asked for: each length is compiled by itself.
-        block = math.gcd(steps, block_length(self.position[self._groups[0]].numel()))
+        block = math.gcd(steps, block_length(self.shards[0].zeros.numel()))
         if self.step >= EARLY:
             self.start = None
         while steps > 0:
@@ -225,70 +254,141 @@ class Chains:
                 tick(block)
             else:
                 with _quiet():
-                    for _ in range(block):
-                        self._take_step(warming_up)
-                        tick(1)
+                    self._take_steps(block, warming_up, tick)
             steps -= block
 
-    def _take_step(self, warming_up: bool) -> None:
-        self.step_size = self.kernel.step_size_at(self.step)
-        self._set_temperature(self.kernel.temperature_at(self.step))
-        minibatch = None
-        for group in self._groups:
-            state = self._moved(self._noise(group), group)
-            minibatch = self.source.draw() if minibatch is None else minibatch
-            self._arrive(group, state, minibatch.of(group))
-        self._tune(warming_up)
-        self._relax(self.step_size)
-        self.step += 1
+    def _take_steps(self, steps: int, warming_up: bool, tick: Callable[[int], None]) -> None:
+        kernel, together = self.kernel, self._together
+        scheduled = callable(kernel.step_size) or callable(kernel.temperature)
+        learns = not kernel.preconditioner.is_fixed(warming_up)
+        for number in range(steps):
+            if scheduled or number == 0:
+                self._set(kernel.step_size_at(self.step), kernel.temperature_at(self.step))
+            minibatch = None
+            for shard in self.shards:
+                state = self._stepped(shard, self._noise(shard))
+                minibatch = minibatch or self.source.draw()  # one for all shards
+                self._arrive(shard, state, minibatch if together else minibatch.of(shard.rows))
+            self._minibatch = minibatch
+            if learns:
+                self._tune(warming_up)
+            if self.relaxed < 1:
+                self.relaxed += kernel.relaxation(self.step_size)
+            self.step += 1
+            tick(1)
+
+    def _set(self, step_size: float, temperature: Temperature) -> None:
+        """Let the step to come have this step size and temperature."""
+        if temperature != self.temperature:
+            self._set_temperature(self._checked(temperature))
+        self.step_size = step_size
+        self._refresh_settings()
+
+    def _set_temperature(self, temperature: Temperature) -> None:
+        """Let the step to come have this temperature.
+
+        Where it rises from 0, momenta and all else that the dynamics carries besides positions are drawn
+        again: those of an optimiser have no temperature.
+        """
+        rises = self._rises(self.temperature, temperature)
+        self.temperature, self._warm = temperature, is_warm(temperature)
+        if any(rises):
+            self.relaxed = 0.0
+            if len(self.state) > 1:
+                fresh = self._initial_state(self.position)
+                risen = torch.tensor(rises, device=self._like.device).unsqueeze(-1)  # (C, 1) or (1, 1)
+                state = tuple(torch.where(risen, *two) for two in zip(fresh, self.state, strict=True))
+                self._view(state, self.energy, self.gradient)
+
+    def _rises(self, before: Temperature, now: Temperature) -> list[bool]:
+        """Whether all chains, or which of them, warm up from temperature 0."""
+        if not isinstance(before, tuple) and not isinstance(now, tuple):
+            return [before == 0 < now]
+        return [a == 0 < b for a, b in zip(self._by_chain(before), self._by_chain(now), strict=True)]
 
     def _warms_within(self, steps: int) -> bool:
         """Whether the temperature rises from 0 after the first of these steps, where a block can't stop."""
         if not callable(self.kernel.temperature):
             return False
         _, temperatures = self.kernel.schedule(self.step, steps)
-        return any(any(self._rises(was, now)) for was, now in itertools.pairwise(temperatures))
+        return any(any(self._rises(before, now)) for before, now in itertools.pairwise(temperatures))
 
-    def _rises(self, was: Temperature, now: Temperature) -> list[bool]:
-        """Whether all chains, or which of them, warm up from temperature 0."""
-        if not isinstance(was, tuple) and not isinstance(now, tuple):
-            return [was == 0 < now]
-        return [a == 0 < b for a, b in zip(self._by_chain(was), self._by_chain(now), strict=True)]
+    def _checked(self, temperature: Temperature) -> Temperature:
+        """A temperature of a kernel, which has to be one for all chains, or as many as there are chains."""
+        if isinstance(temperature, tuple) and len(temperature) != self.num_chains:
+            raise ValueError(
+                f"temperature has {len(temperature)} values, and there are {self.num_chains} chains; pass "
+                "one for each chain, or a number for all"
+            )
+        return temperature
 
-    def _set_temperature(self, temperature: Temperature) -> None:
-        """Let the step to come have this temperature.
+    def _by_chain(self, temperature: Temperature) -> tuple[float, ...]:
+        return temperature if isinstance(temperature, tuple) else (temperature,) * self.num_chains
 
-        Where it rises from 0, momenta and all else that the dynamics carries besides positions are drawn
-        anew: those of an optimiser have no temperature.
-        """
-        now = self._checked(temperature)
-        rises = self._rises(self.temperature, now)
-        self.temperature = now
-        if any(rises):
-            self.relaxed = 0.0
-            if len(self.state) > 1:
-                fresh = self._initial_state(self.position, list(self.potential.sizes.values()))
-                risen = torch.tensor(rises, device=self.position.device).unsqueeze(-1)  # (C, 1) or (1, 1)
-                self.state = tuple(torch.where(risen, *two) for two in zip(fresh, self.state, strict=True))
+    def temperature_of_chain(self, chain: int, step: int | None = None) -> float:
+        """The temperature of one chain, by default in the last step."""
+        temperature = self.temperature if step is None else self._checked(self.kernel.temperature_at(step))
+        return temperature[chain] if isinstance(temperature, tuple) else temperature
 
-    def _relax(self, *step_sizes: float) -> None:
-        if self.relaxed < 1:
-            self.relaxed += sum(map(self.kernel.relaxation, step_sizes))
+    def _refresh_settings(self) -> None:
+        """Hand step size, temperature and inverse mass to the shards."""
+        for shard in self.shards:
+            shard.settings = {
+                "step_size": self.step_size,
+                "temperature": self._factor(shard),
+                "inverse_mass": self._mass(shard),
+            }
 
-    def _moved(self, noise: Tensor, group: slice) -> State:
+    def _factor(self, shard: Shard) -> Factor:
+        """The temperature of a shard: a number, or of shape ``(c, 1)``."""
+        if not isinstance(self.temperature, tuple):
+            return self.temperature
+        if self._ladder is None or self._ladder[0] != self.temperature:
+            by_chain = torch.tensor(self.temperature, dtype=self._like.dtype, device=self._like.device)
+            self._ladder = (self.temperature, by_chain.unsqueeze(-1))  # (C, 1)
+        return self._ladder[1][shard.rows]
+
+    def _mass(self, shard: Shard) -> Factor:
+        mass = self.inverse_mass
+        if mass is None:
+            return 1.0
+        return mass[shard.rows] if mass.dim() == 2 else mass
+
+    def _noise(self, shard: Shard) -> Tensor:
+        """Draw standard normal noise, or zeros where it drops out: T = 0 consumes no random number."""
+        return shard.draw_noise() if self._warm else shard.no_noise
+
+    def _stepped(self, shard: Shard, noise: Tensor) -> State:
+        """The state after a step of the dynamics."""
+        kernel = self.kernel
         if isinstance(self.temperature, tuple) and self.temperature is not self._allowed:
             self._check_coldest(self.temperature)
-        return self.kernel.move(
-            tuple(part[group] for part in self.state),
-            self.gradient[group],
-            noise,
-            step_size=self.step_size,
-            temperature=self._temperature_of(group),
-            inverse_mass=self._mass_of(group),
-        )
+        if not kernel.needs.second_gradient:
+            return kernel.step(shard.state, shard.gradient, noise, **shard.settings)
+        evaluate = partial(self._evaluate_again, self._minibatch.of(shard.rows))
+        more: dict[str, Any] = {"energy": shard.energy, "gradient_at": evaluate}
+        return kernel.step(shard.state, shard.gradient, noise, **shard.settings, **more)
+
+    def _evaluate_again(self, minibatch: Minibatch, position: Tensor) -> tuple[Tensor, Tensor]:
+        result = self._evaluate(position, minibatch)
+        if isinstance(self.source, PlateRows) and not self.source.plates:  # the next minibatch is the same
+            self._known = position, result
+        return result
+
+    def _check_coldest(self, temperatures: tuple[float, ...]) -> None:
+        """Let the kernel refuse noise of a negative variance, which it sees of numbers only."""
+        self._allowed = temperatures
+        if (warm := [t for t in temperatures if t > 0]) and not self.kernel.needs.second_gradient:
+            first = self.shards[0]
+            state = tuple(part[:1] for part in first.state)
+            settings = {**first.settings, "temperature": min(warm)}
+            if self.inverse_mass is not None and self.inverse_mass.dim() == 2:
+                settings["inverse_mass"] = self.inverse_mass[:1]
+            noise = first.no_noise.narrow(-2, 0, 1)
+            self.kernel.step(state, torch.zeros_like(state[0]), noise, **settings)
 
     def _compiles(self, warming_up: bool) -> bool:
-        """Whether steps can be taken by compiled code: it looks at nothing between them."""
+        """Whether steps can be taken by compiled code, which looks at nothing between them."""
         return (
             self._fused is not None
             and self._fused.gradient.mode == "compile"
@@ -300,64 +400,77 @@ class Chains:
         """Take steps by compiled code; if something is not finite, again one by one to find what."""
         assert self._fused is not None and isinstance(self.source, PlateRows)
         step_sizes, temperatures = self.kernel.schedule(self.step, steps)
-        self._set_temperature(temperatures[0])
+        if temperatures[0] != self.temperature:
+            self._set_temperature(self._checked(temperatures[0]))
         sizes, heats = self._numbers(step_sizes, temperatures)
+        warm = any(map(is_warm, temperatures))
         mass = () if self.inverse_mass is None else (self.inverse_mass,)
+        second = self.kernel.needs.second_gradient
         rows = None
-        for group in self._groups:
-            if any(map(is_warm, temperatures)):
-                noise = self._noise_ahead.take(steps)[""]
+        for shard in self.shards:
+            if warm:
+                noise = self._noise_ahead.take(steps)[""]  # (k, c, d)
             else:
-                like = self._noiseless[group]
-                noise = like.expand(steps, *like.shape).contiguous()
-            rows = self._rows_ahead.take(steps) if rows is None else rows
-            own = {name: row if row.dim() == 2 else row[:, group].contiguous() for name, row in rows.items()}
-            state = tuple(part[group] for part in self.state)
-            after, energy, gradient, total = self._fused(
-                (*state, *mass),
-                self.gradient[group],
+                noise = shard.no_noise.expand(steps, *shard.noise_shape).contiguous()
+            rows = self._rows(steps, second) if rows is None else rows
+            own = {n: r if r.dim() == 2 else r[:, shard.rows].contiguous() for n, r in rows.items()}
+            state, energy, gradient, total = self._fused(
+                (*shard.state, *mass),
+                shard.gradient,
                 noise,
                 own,
                 sizes,
-                heats if heats.dim() == 1 else heats[:, group].contiguous(),
+                heats if heats.dim() == 1 else heats[:, shard.rows].contiguous(),
+                shard.energy if second else None,
             )
             if math.isfinite(total):
-                self._take_over(group, (*after[: len(state)], energy, gradient))
+                shard.commit(state[: len(shard.state)], energy, gradient)
             else:
-                self._take_again(group, noise, own, step_sizes, temperatures)
+                self._replay_block(shard, noise, own, step_sizes, temperatures)
+        if second:
+            self._minibatch = Minibatch({name: row[-1] for name, row in (rows or {}).items()})
         self.step_size, self.temperature = step_sizes[-1], temperatures[-1]
-        self._relax(*step_sizes)
+        self._warm = is_warm(self.temperature)
+        if self.relaxed < 1:
+            self.relaxed += sum(map(self.kernel.relaxation, step_sizes))
         self.step += steps
 
-    def _take_again(
+    def _rows(self, steps: int, second: bool) -> dict[str, Tensor]:
+        """Rows of a block by plate, ``(k, C, B)`` or ``(k, B)``, with those of now before them if needed."""
+        rows = self._rows_ahead.take(steps)
+        if not second:
+            return rows
+        return {n: torch.cat([self._minibatch.indices[n].unsqueeze(0), new]) for n, new in rows.items()}
+
+    def _replay_block(
         self,
-        group: slice,
+        shard: Shard,
         noise: Tensor,
         rows: dict[str, Tensor],
         step_sizes: tuple[float, ...],
         temperatures: tuple[Temperature, ...],
     ) -> None:
-        """The steps of a block one by one, with the noise and the rows that it had."""
-        start = self.step
+        """Take the steps of a block one by one, with the noise and the rows that it had."""
+        start, before = self.step, self._minibatch
+        second = self.kernel.needs.second_gradient
         with _quiet():
             for i, (self.step_size, self.temperature) in enumerate(
                 zip(step_sizes, temperatures, strict=True)
             ):
                 self.step = start + i
-                minibatch = Minibatch({name: row[i] for name, row in rows.items()})
-                self._arrive(group, self._moved(noise[i], group), minibatch)
-        self.step = start
-
-    def _draw_noise(self, steps: int) -> Tensor:
-        like = self._noiseless[self._groups[0]]
-        return torch.randn(steps, *like.shape, dtype=like.dtype, device=like.device)
+                self._refresh_settings()
+                state = self._stepped(shard, noise[i])
+                minibatch = Minibatch({name: row[i + second] for name, row in rows.items()})
+                self._arrive(shard, state, minibatch)
+                self._minibatch = minibatch
+        self.step, self._minibatch = start, before
 
     def _numbers(
         self, step_sizes: tuple[float, ...], temperatures: tuple[Temperature, ...]
     ) -> tuple[Tensor, Tensor]:
         """Step sizes ``(k,)`` and temperatures ``(k,)`` or ``(k, C, 1)`` of a block, kept while they stay."""
         if self._last_numbers is None or self._last_numbers[0] != (step_sizes, temperatures):
-            like = self._noiseless
+            like = self._like
             several: list[Any] = [self._checked(temperature) for temperature in temperatures]
             if any(isinstance(temperature, tuple) for temperature in several):
                 several = [[[t] for t in self._by_chain(temperature)] for temperature in several]
@@ -368,204 +481,68 @@ class Chains:
             self._last_numbers = ((step_sizes, temperatures), numbers)
         return self._last_numbers[1]
 
-    def _checked(self, temperature: Temperature) -> Temperature:
-        """A temperature of a kernel, which has to have one for all chains, or as many as there are chains."""
-        if isinstance(temperature, tuple) and len(temperature) != self._num_chains:
-            raise ValueError(
-                f"temperature has {len(temperature)} values, and there are {self._num_chains} chains; pass "
-                "one for each chain, or a number for all"
-            )
-        return temperature
-
-    def _by_chain(self, temperature: Temperature) -> tuple[float, ...]:
-        return temperature if isinstance(temperature, tuple) else (temperature,) * self._num_chains
-
-    def temperature_of_chain(self, chain: int, step: int | None = None) -> float:
-        """The temperature of one chain, by default in the last step."""
-        temperature = self.temperature if step is None else self._checked(self.kernel.temperature_at(step))
-        return temperature[chain] if isinstance(temperature, tuple) else temperature
-
-    def _temperature_of(self, group: slice) -> float | Tensor:
-        """The temperature of chains in this step: a number, or of shape ``(C, 1)``."""
-        if not isinstance(self.temperature, tuple):
-            return self.temperature
-        if self._ladder is None or self._ladder[0] != self.temperature:
-            by_chain = torch.tensor(
-                self.temperature, dtype=self._noiseless.dtype, device=self._noiseless.device
-            )
-            self._ladder = (self.temperature, by_chain.unsqueeze(-1))  # (C, 1)
-        return self._ladder[1][group]
-
-    def _mass_of(self, group: slice) -> Tensor | float:
-        mass = self.inverse_mass
-        if mass is None:
-            return 1.0
-        return mass[group] if mass.dim() == 2 else mass
-
-    def _check_coldest(self, temperatures: tuple[float, ...]) -> None:
-        """Let the kernel refuse noise of a negative variance, which it sees of numbers only."""
-        self._allowed = temperatures
-        if warm := [temperature for temperature in temperatures if temperature > 0]:
-            row = tuple(part[:1] for part in self.state)
-            zeros, mass = torch.zeros_like(row[0]), self._mass_of(slice(1))
-            self.kernel.move(
-                row, zeros, zeros, step_size=self.step_size, temperature=min(warm), inverse_mass=mass
-            )
-
-    def _noise(self, group: slice) -> Tensor:
-        """Draw standard normal noise, or zeros where it drops out: T = 0 consumes no random number."""
-        like = self._noiseless[group]
-        if not is_warm(self.temperature):
-            return like
-        return torch.randn(like.shape, dtype=like.dtype, device=like.device)
-
-    def report(self) -> dict[str, str]:
-        """What a progress bar shows: step size and temperature, and averages over the chains."""
-        shown = {
-            "step size": f"{self.step_size:.2e}",
-            "temp.": " to ".join(f"{t:.2g}" for t in sorted({*self._extremes()})),
-            "potential": f"{self.energy.mean().item():.4g}",
-        }
-        if self.momentum is not None:
-            momentum = self.momentum
-            kinetic = [(momentum[g].square() * self._mass_of(g)).mean().item() for g in self._groups]
-            shown["kinetic temp."] = f"{sum(kinetic) / len(kinetic):.2g}"
-        return shown
-
-    def _extremes(self) -> tuple[float, float]:
-        temperatures = self._by_chain(self.temperature)
-        return min(temperatures), max(temperatures)
-
-    def _arrive(self, group: slice, state: State, minibatch: Minibatch) -> None:
-        """Evaluate energy and gradient of chains at their new positions, and take them over."""
+    def _arrive(self, shard: Shard, state: State, minibatch: Minibatch) -> None:
+        """Evaluate energy and gradient of a shard at its new positions, and commit them."""
+        ended, check = self._divergences, self._check_finite
         # A model may fail in ways of its own at a position that is not finite: look before it is evaluated.
-        self._look_at("position", group, state[0], minibatch)
-        state = self._hold_diverged(group, state)
-        if self._together and self.on_divergence == "raise":  # nothing to go back to: free what would be kept
-            self.state, self.gradient = state, self._noiseless
-        energy, gradient = self._evaluate(state[0], minibatch)
-        self._look_at("gradient", group, gradient, minibatch)
-        self._look_at("log probability", group, energy, minibatch, state[0])
-        self._take_over(group, self._hold_diverged(group, (*state, energy, gradient)))
-
-    def _take_over(self, group: slice, parts: State) -> None:
-        """Let state, energies and gradients of chains be these."""
-        if self._together:
-            *state, self.energy, self.gradient = parts
-            self.state = tuple(state)
+        check("position", state[0], shard, minibatch)
+        if ended.ended:
+            state = ended.freeze(shard.rows, state, shard.state)
+        elif shard.alone and ended.on_divergence == "raise":  # nothing to go back to: free what would be kept
+            shard.state, shard.gradient = state, shard.zeros
+        if self._known is not None and self._known[0] is state[0]:
+            energy, gradient = self._known[1]
         else:
-            for whole, part in zip((*self.state, self.energy, self.gradient), parts, strict=True):
-                whole[group] = part
+            energy, gradient = self._evaluate(state[0], minibatch)
+        check("gradient", gradient, shard, minibatch)
+        check("log probability", energy, shard, minibatch, state[0])
+        if ended.ended:
+            before = (*shard.state, shard.energy, shard.gradient)
+            *parts, energy, gradient = ended.freeze(shard.rows, (*state, energy, gradient), before)
+            state = tuple(parts)
+        shard.commit(state, energy, gradient)
+
+    def _check_finite(
+        self, what: str, values: Tensor, shard: Shard, minibatch: Minibatch, position: Tensor | None = None
+    ) -> None:
+        # A sum is half the price of isfinite().all() and can only err on the side of caution, by overflow.
+        if not math.isfinite(values.sum().item()):
+            self._divergences.check_finite(what, values, shard.rows, self.step, minibatch, position)
 
     def _evaluate(self, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
-        return self._gradient_of(position, minibatch)
+        return self.gradient_of(position, minibatch)
 
     def _tune(self, warming_up: bool) -> None:
         """Let the preconditioner see the gradient; momenta keep their temperature under a new mass."""
         preconditioner = self.kernel.preconditioner
         self._tuning = preconditioner.update(self._tuning, self.gradient, warming_up)
         before, self.inverse_mass = self.inverse_mass, preconditioner.inverse_mass(self._tuning)
-        if self.kernel.has_momentum and self.inverse_mass is not before:
+        if self.kernel.needs.momentum and self.inverse_mass is not before:
             momentum = rescale_momentum(self.state[1], before, self.inverse_mass)
-            self.state = (self.state[0], momentum, *self.state[2:])
+            self._view((self.position, momentum, *self.state[2:]), self.energy, self.gradient)
+        self._refresh_settings()
 
-    def _look_at(
-        self,
-        what: str,
-        group: slice,
-        values: Tensor,
-        minibatch: Minibatch,
-        position: Tensor | None = None,
-    ) -> None:
-        """Find chains with values that are not finite, and raise or note them."""
-        # A sum is half the price of isfinite().all() and can only err on the side of caution, by overflow.
-        if math.isfinite(values.sum().item()):
-            return
-        finite = values.reshape(len(values), -1).isfinite().all(-1)
-        chains = range(len(self.position))[group]
-        for row in (~finite).nonzero().flatten().tolist():
-            chain = chains[row]
-            if chain in self.diverged:
-                continue
-            if position is None:
-                sites = self.potential.unflatten(values[row])
-            else:
-                sites = self._log_joint_terms(position[row], minibatch.of(row))
-            first = next((name for name, value in sites.items() if not value.isfinite().all()), None)
-            where = "the sum over sites" if first is None else f"site {first!r}"
-            divergence = Divergence(self.step, f"the {what} of {where} is not finite")
-            if self.on_divergence == "raise":
-                raise DivergenceError(self._message(chain, divergence, minibatch))
-            self.diverged[chain] = divergence
-
-    def _log_joint_terms(self, position: Tensor, minibatch: Minibatch) -> dict[str, Tensor]:
-        potential = potential_on(self.potential, minibatch)
-        values = potential.constrain(potential.unflatten(position))
-        return potential.program.log_joint_terms(values, minibatch.indices)
-
-    def _message(self, chain: int, divergence: Divergence, minibatch: Minibatch) -> str:
-        who = f"chain {chain}, " if len(self.position) > 1 else ""
-        cure = blame_start(self, chain, minibatch) or (
+    def _explain(self, chain: int, minibatch: Minibatch) -> str:
+        """What may have caused a divergence, with the cure."""
+        start = None if self._blame is None else self._blame(self, chain, minibatch)
+        return start or (
             f"lower step_size ({self.step_size:g} at this step; a kernel by from_sgd has it from lr), or see "
             "whether the model's log density is finite where the chain has come to"
         )
-        return f"{who}step {divergence.step}: {divergence.what}; {cure}"
 
-    def _hold_diverged(self, group: slice, now: State) -> State:
-        """Chains that have diverged stay where they last were finite."""
-        if not self.diverged:
-            return now
-        ended = torch.zeros(len(self.position), dtype=torch.bool, device=self.position.device)
-        ended[list(self.diverged)] = True
-        then = (*self.state, self.energy, self.gradient)[: len(now)]
-        return tuple(
-            torch.where(ended[group].reshape(-1, *(1,) * (new.dim() - 1)), old[group], new)
-            for new, old in zip(now, then, strict=True)
-        )
-
-
-def is_warm(temperature: Temperature) -> bool:
-    """Whether any chain has noise."""
-    return any(temperature) if isinstance(temperature, tuple) else temperature > 0
-
-
-class _Ahead:
-    """Random numbers drawn for many blocks of steps at once: what a call costs by itself is shared.
-
-    Args:
-        draw: makes tensors by name, with so many steps along the first dim.
-        numel: how many numbers a step takes.
-    """
-
-    MAX_NUMEL, MAX_BLOCKS = 2**16, 64
-
-    def __init__(self, draw: Callable[[int], dict[str, Tensor]], numel: int) -> None:
-        self._draw = draw
-        self._numel = numel
-        self._blocks: deque[dict[str, Tensor]] = deque()
-        self._steps = 0
-
-    def take(self, steps: int) -> dict[str, Tensor]:
-        """The numbers of the next block of steps."""
-        if not self._blocks or steps != self._steps:
-            count = max(1, min(self.MAX_BLOCKS, self.MAX_NUMEL // max(1, steps * self._numel)))
-            drawn = self._draw(steps * count)
-            parts = zip(*(tensor.split(steps) for tensor in drawn.values()), strict=True)
-            blocks = [dict(zip(drawn, part, strict=True)) for part in parts] or [{}] * count
-            self._blocks, self._steps = deque(blocks), steps
-        return self._blocks.popleft()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The numbers drawn and not yet taken."""
-        blocks = [{name: numbers.clone() for name, numbers in block.items()} for block in self._blocks]
-        return {"steps": self._steps, "blocks": blocks}
-
-    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Go on with these numbers."""
-        self._steps = state["steps"]
-        self._blocks = deque(
-            {name: numbers.to(device) for name, numbers in block.items()} for block in state["blocks"]
-        )
+    def report(self) -> dict[str, str]:
+        """What a progress bar shows: step size and temperature, and averages over the chains."""
+        temperatures = self._by_chain(self.temperature)
+        extremes = sorted({min(temperatures), max(temperatures)})
+        shown = {
+            "step size": f"{self.step_size:.2e}",
+            "temp.": " to ".join(f"{t:.2g}" for t in extremes),
+            "potential": f"{self.energy.mean().item():.4g}",
+        }
+        if self.kernel.needs.momentum:
+            kinetic = [(s.state[1].square() * self._mass(s)).mean().item() for s in self.shards]
+            shown["kinetic temp."] = f"{sum(kinetic) / len(kinetic):.2g}"
+        return shown
 
 
 def _quiet() -> ExitStack:

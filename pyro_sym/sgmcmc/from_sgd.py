@@ -1,14 +1,15 @@
-"""Learning rate and momentum of an SGD optimiser, as far as a kernel has its counterpart."""
+"""Learning rate and momentum of an SGD optimiser, for kernels whose cold limit it is."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
 from pyro.optim.optim import PyroOptim
 
-__all__ = ["learning_rate_and_momentum", "sgd_arguments"]
+__all__ = ["Optimizer", "check_sgd", "learning_rate_and_momentum", "sgd_arguments"]
 
 Optimizer: TypeAlias = (
     torch.optim.Optimizer | PyroOptim | tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
@@ -18,7 +19,7 @@ Optimizer: TypeAlias = (
 def sgd_arguments(
     lr: float | None, momentum: float | None, optimizer: Optimizer | None, num_data: int
 ) -> tuple[float, float]:
-    """Learning rate and momentum, from an optimiser or from numbers, of which one has to be given.
+    """Learning rate and momentum, from an optimiser or from numbers.
 
     Args:
         lr: the learning rate; not with ``optimizer``.
@@ -35,7 +36,7 @@ def sgd_arguments(
     """
     if optimizer is None:
         if lr is None:
-            raise TypeError("from_sgd wants the learning rate; pass lr=, or optimizer=torch.optim.SGD(…)")
+            raise TypeError("from_sgd needs the learning rate; pass lr=, or optimizer=torch.optim.SGD(…)")
         return lr, 0.0 if momentum is None else momentum
     if lr is not None or momentum is not None:
         given = "lr" if lr is not None else "momentum"
@@ -69,6 +70,16 @@ def learning_rate_and_momentum(optimizer: Optimizer, num_data: int) -> tuple[flo
     for group in groups:
         _refuse_others(group, momentum, num_data)
     return lr, momentum
+
+
+def check_sgd(lr: float, momentum: float, num_data: int) -> None:
+    """Refuse settings of SGD that are out of range."""
+    if not 0 < lr < math.inf:
+        raise ValueError(f"lr is {lr}; pass the learning rate of SGD, a finite number > 0")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum is {momentum}; pass that of SGD, a number >= 0 and < 1")
+    if not 1 <= num_data < math.inf:
+        raise ValueError(f"num_data is {num_data}; pass the number of rows of the whole data set, >= 1")
 
 
 def _param_groups(optimizer: Any) -> list[Mapping[str, Any]]:

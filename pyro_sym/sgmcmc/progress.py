@@ -1,34 +1,40 @@
-"""How far a run is: what callbacks are given, and the bar that shows it."""
+"""The progress of a run: what callbacks are given, and the progress bar."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pyro_sym._random import fork_random_state
-from pyro_sym.sgmcmc.chains import Chains, Divergence
-
-if TYPE_CHECKING:
-    from pyro_sym.sgmcmc.vectorized import VectorizedMCMC
+from pyro_sym.draws.contract import Draws
+from pyro_sym.draws.readable import ReadableRun
+from pyro_sym.sgmcmc.chains import Chains
 
 __all__ = ["Bar", "Callback", "Progress", "asks_to_stop"]
 
 
 class Progress:
-    """How far a run is, as a callback sees it between two draws.
+    """The progress of a run, as a callback sees it between two draws.
 
     Attributes:
         done: draws of each chain so far, warm-up included.
-        num_draws: draws of each chain that are kept so far.
+        num_draws: draws of each chain that were kept so far.
         num_samples: draws of each chain to keep in all.
-        warmup_steps: draws of each chain that are thrown away first.
+        warmup_steps: draws of each chain that are discarded first.
+        warming_up: whether draws are still discarded.
         seconds: since the run began.
+        step: steps taken so far.
+        step_size: the step size of the last step.
+        temperature: the temperature of the last step, a number or one for each chain.
+        potential_energy: :math:`U` of each chain, of shape ``(C,)``; an estimate on a minibatch if plates are
+            subsampled.
+        diverged: the divergences so far, by chain.
 
     Example:
         >>> def model():
@@ -49,76 +55,52 @@ class Progress:
     """
 
     def __init__(
-        self, mcmc: VectorizedMCMC, chains: Chains, done: int, num_draws: int, seconds: float
+        self, run: ReadableRun, chains: Chains, draws: Draws, num_samples: int, warmup_steps: int
     ) -> None:
-        self._mcmc = mcmc
+        self._run = run
         self._chains = chains
-        self.done = done
-        self.num_draws = num_draws
-        self.num_samples = mcmc.num_samples
-        self.warmup_steps = mcmc.warmup_steps
-        self.seconds = seconds
+        self.done = draws.done
+        self.num_draws = max(0, draws.done - warmup_steps)
+        self.num_samples = num_samples
+        self.warmup_steps = warmup_steps
+        self.warming_up = draws.done < warmup_steps
+        self.seconds = draws.sampling_time
+        self.step = chains.step
+        self.step_size = chains.step_size
+        self.temperature = chains.temperature
+        self.potential_energy = chains.energy.clone()
+        self.diverged = dict(chains.diverged)
 
     def __repr__(self) -> str:
-        """How far the run is, in words."""
+        """How many of the draws are done."""
         return f"Progress({self.done} of {self.warmup_steps + self.num_samples} draws)"
 
-    @property
-    def warming_up(self) -> bool:
-        """Whether draws are still thrown away."""
-        return self.done < self.warmup_steps
-
-    @property
-    def step(self) -> int:
-        """Steps taken so far."""
-        return self._chains.step
-
-    @property
-    def step_size(self) -> float:
-        """That of the last step."""
-        return self._chains.step_size
-
-    @property
-    def temperature(self) -> float | tuple[float, ...]:
-        """The temperature of the last step, a number or one for each chain."""
-        return self._chains.temperature
-
-    @property
-    def potential_energy(self) -> Tensor:
-        """:math:`U` of each chain, of shape ``(C,)``; an estimate on a minibatch if plates are subsampled."""
-        return self._chains.energy.clone()
-
-    @property
-    def diverged(self) -> dict[int, Divergence]:
-        """By chain, how it ended."""
-        return dict(self._chains.diverged)
-
     def values(self) -> dict[str, Tensor]:
-        """Constrained values by site where the chains stand, of shape ``(C, *shape)``."""
+        """The current constrained values by site, of shape ``(C, *shape)``."""
         potential = self._chains.potential
         values = potential.constrain(potential.unflatten(self._chains.position))
         return {name: value.clone() for name, value in values.items()}
 
     def get_samples(self, num_samples: int | None = None, group_by_chain: bool = False) -> dict[str, Tensor]:
-        """The draws so far, as :meth:`~pyro_sym.VectorizedMCMC.get_samples` of the run.
+        """The draws so far, as :meth:`~pyro_sym.VectorizedMCMC.get_samples` of the run has them.
 
-        With a store they are those of the blocks that are written. Draws of the warm-up are not kept.
+        With a store they are those of the blocks that were written. Draws of the warm-up are not kept.
         """
-        return self._mcmc.get_samples(num_samples, group_by_chain)
+        return self._run.get_samples(num_samples, group_by_chain)
 
     def diagnostics(self) -> dict[str, Any]:
-        """As :meth:`~pyro_sym.VectorizedMCMC.diagnostics` of the run, of the draws so far."""
-        return self._mcmc.diagnostics()
+        """Of the draws so far, as :meth:`~pyro_sym.VectorizedMCMC.diagnostics` of the run has them."""
+        return self._run.diagnostics()
 
 
 Callback = Callable[[Progress], Any]
 
 
 def asks_to_stop(callback: Callback, progress: Progress) -> bool:
-    """Call a callback; it asks to stop by returning true or raising ``StopIteration``.
+    """Call a callback; whether it returned true or raised ``StopIteration``.
 
-    Random numbers that it draws are not missed by the run. A value that is no truth value, such as a number,
-    doesn't stop the run.
+    Random numbers that it draws don't change the run. A value that is not a bool, such as a number, doesn't
+    stop the run.
     """
     try:
         with fork_random_state():
@@ -131,13 +113,13 @@ def asks_to_stop(callback: Callback, progress: Progress) -> bool:
 
 
 class Bar:
-    """A progress bar that is drawn anew when some time has passed, however many steps that is.
+    """A progress bar that is redrawn at intervals of time, not of steps.
 
     Args:
         draws: of the whole run.
-        done: those of them that are behind it.
+        done: draws so far.
         thinning: steps a draw.
-        disable: whether to show nothing.
+        disable: whether to hide it.
     """
 
     SECONDS = 0.2
@@ -150,7 +132,7 @@ class Bar:
             initial=done * thinning,
             disable=disable,
             unit="draw" if thinning == 1 else "step",
-            mininterval=0.0,  # it is shown when this class says so
+            mininterval=0.0,  # this class decides when it is redrawn
             miniters=1,
         )
         self._waiting = 0
@@ -158,7 +140,7 @@ class Bar:
         self._shown = not disable
 
     def tick(self, chains: Chains, steps: int, *, warming_up: bool) -> None:
-        """Note that steps were taken, and show them if it is time."""
+        """Count steps, and redraw the bar if it is time."""
         if not self._shown:
             return
         self._waiting += steps
@@ -175,6 +157,6 @@ class Bar:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Show what is left, and leave the bar where it is."""
+        """Show the last steps, and close the bar."""
         self._bar.update(self._waiting)
         self._bar.close()

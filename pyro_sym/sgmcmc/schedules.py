@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pyro_sym.sgmcmc.kernel import StochasticGradientKernel
-
-__all__ = ["Constant", "Cyclical", "Polynomial"]
+__all__ = ["Constant", "Cyclical", "Polynomial", "cycle_of", "relaxation_share"]
 
 
 @dataclass(frozen=True)
@@ -260,30 +255,3 @@ def cycle_of(schedule: object) -> Cyclical | None:
     """The cycle that a schedule is a method of, if it is."""
     owner = getattr(schedule, "__self__", None)
     return owner if isinstance(owner, Cyclical) else None
-
-
-def warn_of_relaxation(kernel: StochasticGradientKernel) -> None:
-    """Warn if a kernel can't keep a draw of its cycles, or can't know which to keep."""
-    cycle = cycle_of(kernel.temperature)
-    if cycle is None or cycle.exploration_steps == 0 or cycle.relaxation is not None:
-        return
-    name, sampling = type(kernel).__name__, range(cycle.exploration_steps, cycle.period)
-    if kernel.relaxation(kernel.step_size_at(sampling[0])) == math.inf:
-        warnings.warn(
-            f"{name} has no friction, so it is not known how long the sampling phases of {cycle!r} take to "
-            "relax from temperature 0, and all their draws are kept; their first ones are too narrow. Pass "
-            "relaxation=, a number of steps",
-            stacklevel=3,
-        )
-        return
-    relaxed = 0.0
-    for step in sampling:
-        relaxed += kernel.relaxation(kernel.step_size_at(step))
-        if relaxed >= 1:
-            return
-    warnings.warn(
-        f"no draw can be kept: a sampling phase of {cycle!r} has {len(sampling)} steps, which are "
-        f"{relaxed:.2g} of a relaxation time at friction {getattr(kernel, 'friction', 0):g}. Raise period, "
-        "sampling_fraction, floor or friction, or pass relaxation=, a number of steps",
-        stacklevel=3,
-    )

@@ -1,229 +1,186 @@
-"""Where chains start: at finite points that fit the model, for sites with a density, and no two alike."""
+"""The start of a run: from a kernel, model and data to chains before their first step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, Literal
 
-import pyro
 import torch
 from torch import Tensor
 
-from pyro_sym._random import fork_random_state
-from pyro_sym.model.gradient import Gradient, groups, potential_on
-from pyro_sym.model.minibatch import Loader, Minibatch, PlateRows
+from pyro_sym.model.full_data import FullGradient, find_mode
+from pyro_sym.model.gradient import Gradient
+from pyro_sym.model.minibatch import Loader, PlateRows
 from pyro_sym.model.potential import Potential
+from pyro_sym.model.program import init_to_prior
+from pyro_sym.sgmcmc.bad_start import blame_start
+from pyro_sym.sgmcmc.chains import Chains
+from pyro_sym.sgmcmc.control_variate import ControlVariate
+from pyro_sym.sgmcmc.kernel import Kernel, State
+from pyro_sym.sgmcmc.preconditioners import Identity
+from pyro_sym.sgmcmc.schedules import cycle_of
+from pyro_sym.sgmcmc.starting_points import (
+    as_tensors,
+    check_shapes,
+    refuse_point,
+    starting_points,
+    unconstrained_values,
+)
+from pyro_sym.sgmcmc.step_blocks import FusedSteps, Step
 
-if TYPE_CHECKING:
-    from pyro_sym.sgmcmc.chains import Chains
+__all__ = ["refuse_copies", "start_chains"]
 
-__all__ = [
-    "as_tensors",
-    "check_shapes",
-    "refuse_copies",
-    "refuse_flat_sites",
-    "refuse_point",
-    "starting_points",
-    "unconstrained_values",
-]
-
-# Points at which the log density is asked whether it depends on a site.
-NUM_PROBES = 20
-# So many of the starts that were drawn may be equal by chance, in single precision.
+# The share of drawn starts that may be equal by chance, in single precision.
 COPIES_BY_CHANCE = 0.01
-# Messages show values of at most so many numbers.
-MOST_SHOWN = 4
 
 
-def starting_points(
-    gradient: Gradient,
-    potential: Potential,
-    source: PlateRows | Loader,
-    num_chains: int,
-    given: Mapping[str, Tensor] | None,
-    what: str = "initial_params",
-) -> Tensor:
-    """Flat positions of shape ``(C, d)`` with finite energies and gradients.
+def start_chains(
+    kernel: Kernel,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    num_chains: int = 1,
+    initial_params: Mapping[str, Tensor] | None = None,
+    initial_values: Mapping[str, Tensor] | None = None,
+    on_divergence: Literal["raise", "mask"] = "raise",
+) -> Chains:
+    """Start chains side by side.
 
     Args:
-        gradient: of the potential energy.
-        potential: the model's.
-        source: of minibatches.
-        num_chains: how many points.
-        given: unconstrained values by site, each of shape ``(C, *shape)``; drawn if ``None``.
-        what: the argument that they were given by.
-    """
-    if given is not None:
-        check_shapes(given, potential, what, num_chains)
-        given = {n: given[n].to(site.value.dtype) for n, site in potential.program.latents.items()}
-    position = torch.empty(0)
-    for chain in range(num_chains):
-        if given is None:
-            row = potential.unconstrain(potential.program.draw()[0])
-        else:
-            row = {name: value[chain] for name, value in given.items()}
-        flat = potential.flatten(row).detach()
-        position = flat.new_empty(num_chains, len(flat)) if chain == 0 else position
-        position[chain] = flat
-    minibatch = source.first()
-    refuse_flat_sites(potential, minibatch.of(0))
-    fine = torch.empty(num_chains, dtype=torch.bool, device=position.device)
-    for group in groups(*position.shape):
-        with torch.no_grad(), pyro.validation_enabled(False):
-            energy, slope = gradient(position[group], minibatch.of(group))
-        fine[group] = energy.isfinite() & slope.isfinite().all(-1) & position[group].isfinite().all(-1)
-    for chain in (~fine).nonzero().flatten().tolist():
-        if given is not None:
-            refuse_point(potential, position[chain], what, f" of chain {chain}")
-        position[chain] = potential.flatten(potential.initial())
-    return position
+        kernel: the dynamics and its options.
+        args: the model's positional arguments.
+        kwargs: the model's keyword arguments.
+        num_chains: :math:`C`.
+        initial_params: unconstrained values by site, each with the chains in front, ``(C, *shape)``; by
+            default the kernel's ``init_strategy`` draws them for each chain.
+        initial_values: the same as constrained values.
+        on_divergence: what a chain that is no longer finite gets: ``"raise"`` or ``"mask"``.
 
-
-def as_tensors(given: Mapping[str, Any], what: str) -> dict[str, Tensor]:
-    """Starting values as floating-point tensors by site; arrays, lists and integers are converted."""
-    if not isinstance(given, Mapping):
-        raise TypeError(
-            f"{what} is a {type(given).__name__}; pass a dict of tensors by site, with the chains in front"
-        )
-    tensors = {}
-    for name, value in given.items():
-        try:
-            tensor = torch.as_tensor(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(
-                f"{what} of site {name!r} is a {type(value).__name__} that is no tensor ({error}); pass a "
-                "tensor with the chains in front"
-            ) from None
-        tensors[name] = tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
-    return tensors
-
-
-def unconstrained_values(
-    given: Mapping[str, Tensor], potential: Potential, num_chains: int
-) -> dict[str, Tensor]:
-    """The unconstrained values of ``initial_values``, which have to lie inside the supports.
-
-    Outside of a support some transforms return NaN, and others a value of another point; so values are
-    compared with what they come back as.
+    Returns:
+        The chains, before their first step.
 
     Raises:
-        ValueError: if sites, shapes or values don't fit the model; the message names site, chain and value.
+        ValueError: if the model can't be sampled, or no point to start from has a finite potential energy.
     """
-    what = "initial_values"
-    check_shapes(given, potential, what, num_chains, constrained=True)
-    latents = potential.program.latents
-    given = {name: given[name].to(site.value.dtype) for name, site in latents.items()}
-    params = potential.unconstrain(given)
-    for name, back in potential.constrain(params).items():
-        value = given[name]  # (C, *shape)
-        rounding = 1e-4 * float(value.nan_to_num().abs().max())
-        same = torch.isclose(back, value, rtol=1e-3, atol=rounding).reshape(num_chains, -1).all(-1)
-        fits = same & params[name].isfinite().reshape(num_chains, -1).all(-1)  # (C,)
-        for chain in (~fits).nonzero().flatten().tolist():
-            few = value[chain].numel() <= MOST_SHOWN
-            shown = f" (= {value[chain].tolist()})" if few else ""
+    _warn_of_relaxation(kernel)
+    given = "initial_params" if initial_values is None else "initial_values"
+    if initial_values is not None:
+        initial_values = as_tensors(initial_values, given)
+    elif initial_params is not None:
+        initial_params = as_tensors(initial_params, given)
+    source: PlateRows | Loader
+    if kernel.batches is None:
+        potential = _potential(kernel, args, kwargs, initial_values)
+        source = PlateRows(potential.program.plates, num_chains, kernel.shared_minibatch)
+    else:
+        if args:
             raise ValueError(
-                f"{what} of site {name!r} in chain {chain}{shown} are not inside the support of the site, "
-                f"{latents[name].support}; give values inside it"
+                f"the run was given {len(args)} positional arguments, but the model gets its own from "
+                "batches; pass keyword arguments only"
             )
-    return params
+        source = Loader(kernel.batches)
+        potential = _potential(kernel, source.first().args or (), kwargs, initial_values)
+    if initial_values is not None:
+        initial_params = unconstrained_values(initial_values, potential, num_chains)
+    # Compiled code takes blocks of steps where it can; what is left is too little to compile.
+    fuses = (
+        kernel.jit == "compile"
+        and kernel.batches is None
+        and kernel.gradient == "plain"
+        and kernel.preconditioner.is_fixed(warming_up=False)
+    )
+    plain = Gradient(potential, jit="auto" if fuses else kernel.jit)
+    position = starting_points(plain, potential, source, num_chains, initial_params, given)
+    gradient = plain if kernel.gradient == "plain" else _centred(kernel, plain, potential, source, position)
+    fused = None
+    if fuses:
+        compiled = Gradient(potential, jit="compile")
+        fused = FusedSteps(compiled, _step_of_block(kernel), kernel.needs.second_gradient)
+    return Chains(kernel, potential, gradient, source, position, on_divergence, fused, blame_start)
 
 
-def check_shapes(
-    given: Mapping[str, Tensor],
-    potential: Potential,
-    what: str,
-    num_chains: int | None = None,
-    *,
-    constrained: bool = False,
-) -> None:
-    """Refuse values that don't have the shapes of the model's sites."""
-    check_sites(given, potential, what)
-    chains = () if num_chains is None else (num_chains,)
-    kind = "constrained" if constrained else "unconstrained"
-    for name, latent in potential.program.latents.items():
-        shape = latent.value.shape if constrained else potential.shapes[name]
-        if given[name].shape != (*chains, *shape):
-            raise ValueError(
-                f"{what} of site {name!r} have shape {tuple(given[name].shape)}; {kind} values of "
-                f"{'one chain' if num_chains is None else f'{num_chains} chains'} have shape "
-                f"{(*chains, *shape)}"
-            )
+def _potential(
+    kernel: Kernel,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    initial_values: Mapping[str, Tensor] | None,
+) -> Potential:
+    """The model's potential, read off a run of it where the first chain starts if that is given.
 
-
-def check_sites(given: Mapping[str, Tensor], potential: Potential, what: str) -> None:
-    """Refuse values that are given for other sites than the model's latent ones."""
-    if set(given) != set(potential.shapes):
-        raise ValueError(
-            f"{what} are given for {sorted(given)}; the model's latent sites are {sorted(potential.shapes)}"
-        )
-
-
-def refuse_point(potential: Potential, position: Tensor, what: str, whose: str = "") -> None:
-    """Refuse a position where the energy or its gradient is not finite."""
-    problem = potential.problem_at(potential.unflatten(position), potential.draw_indices())
-    if problem is not None:
-        taken = "" if what == "initial_values" else ". They are taken as unconstrained values"
-        raise ValueError(f"no chain can start at the {what}{whose}; not finite there: {problem}{taken}")
-
-
-def refuse_flat_sites(potential: Potential, minibatch: Minibatch) -> None:
-    """Refuse a model whose log joint does not depend on a site, unless the site's support is bounded.
-
-    The gradient is looked at where a model can be told from one that merely is flat at some points: a site is
-    refused if its gradient is absent or zero at all of ``NUM_PROBES`` points. Where a step sees a part of the
-    data, zeros prove nothing, and only absent gradients count. A site is refused only if its log Jacobian
-    doesn't make up for it, as it does on an interval.
-
-    Raises:
-        ValueError: if there is such a site; the message names it.
+    A model may fail at points that ``init_strategy`` draws, and it need not run there. Values that the model
+    can't run at are refused with all the others, by chain and site.
     """
-    program = potential_on(potential, minibatch).program
-    sees_all = not potential.program.plates and minibatch.args is None
-    prototype = {
-        name: u.detach()
-        for name, u in potential.unconstrain({n: s.value for n, s in program.latents.items()}).items()
-    }
-    flat = [name for name in prototype if _is_improper_alone(potential, name)]
-    with fork_random_state(), pyro.validation_enabled(False), torch.enable_grad():
-        for probe in range(NUM_PROBES):
-            if not flat:
-                return
-            spread = 0.0 if probe == 0 else 2.0
-            at = {n: u + spread * (2 * torch.rand_like(u) - 1) for n, u in prototype.items()}
-            values = {n: v.detach().requires_grad_() for n, v in potential.constrain(at).items()}
-            try:
-                joint = program.log_joint(values, minibatch.indices)
-                slopes = (
-                    torch.autograd.grad(joint, [values[name] for name in flat], allow_unused=True)
-                    if joint.requires_grad
-                    else [None] * len(flat)
-                )
-            except (RuntimeError, ValueError, ArithmeticError):
-                return  # what fails here fails again, where it is the model's own error
-            flat = [
-                name
-                for name, slope in zip(flat, slopes, strict=True)
-                if slope is None or (sees_all and not slope.any())
-            ]
-    if flat:
-        raise ValueError(
-            f"the log density does not depend on site {', '.join(map(repr, flat))}: no prior that counts (it "
-            "is improper, or masked), and no likelihood that uses the values (or only through detach()). "
-            "Chains would drift there for ever; give a proper prior, or leave the site out of the model"
+    if initial_values is not None:
+        with suppress(ValueError, RuntimeError):
+            at_first = partial(_first_of, initial_values, kernel.init_strategy)
+            return Potential(kernel.model, args, kwargs, init_strategy=at_first)
+    return Potential(kernel.model, args, kwargs, init_strategy=kernel.init_strategy)
+
+
+def _first_of(values: Mapping[str, Tensor], otherwise: Callable[[Any], Tensor], site: Any) -> Tensor:
+    """The value that is given for the first chain, if it has the shape of the site; in the site's dtype."""
+    given = values.get(site["name"])
+    if given is not None and given.shape[1:] == site["fn"].shape() and given.dim():
+        return given[0].to(init_to_prior(site).dtype)
+    return otherwise(site)
+
+
+def _step_of_block(kernel: Kernel) -> Step:
+    """A kernel's step, with the inverse mass as the last part of the state, if there is one."""
+    has_mass = not isinstance(kernel.preconditioner, Identity)
+
+    def step(
+        state: State, gradient: Tensor, noise: Tensor, step_size: Tensor, temperature: Tensor, **more: Any
+    ) -> State:
+        own, mass = (state[:-1], state[-1:]) if has_mass else (state, ())
+        settings = {"step_size": step_size, "temperature": temperature, **more}
+        return *kernel.step(own, gradient, noise, inverse_mass=mass[0] if mass else 1.0, **settings), *mass
+
+    return step
+
+
+def _centred(
+    kernel: Kernel, gradient: Gradient, potential: Potential, source: PlateRows | Loader, position: Tensor
+) -> ControlVariate:
+    full = FullGradient(gradient, source)
+    if kernel.center is None:
+        center = find_mode(full, position[0])
+    else:
+        check_shapes(kernel.center, potential, "values of center")
+        center = potential.flatten(kernel.center)
+        refuse_point(potential, center, "values of center")
+    return ControlVariate(gradient, center, *full(center))
+
+
+def _warn_of_relaxation(kernel: Kernel) -> None:
+    """Warn if a kernel can't keep a draw of its cycles, or can't know which to keep."""
+    cycle = cycle_of(kernel.temperature)
+    if cycle is None or cycle.exploration_steps == 0 or cycle.relaxation is not None:
+        return
+    name, sampling = type(kernel).__name__, range(cycle.exploration_steps, cycle.period)
+    if kernel.relaxation(kernel.step_size_at(sampling[0])) == math.inf:
+        warnings.warn(
+            f"{name} has no friction, so it is not known how long the sampling phases of {cycle!r} take to "
+            "relax from temperature 0, and all their draws are kept; their first ones are too narrow. Pass "
+            "relaxation=, a number of steps",
+            stacklevel=4,
         )
-
-
-def _is_improper_alone(potential: Potential, name: str) -> bool:
-    """Whether the log Jacobian of a site alone has no finite integral, as on all supports without bounds."""
-    like = potential.program.latents[name].value
-    bijection = potential.transforms[name].inv
-
-    def log_det(value: float) -> float:
-        u = torch.full(potential.shapes[name], value, dtype=like.dtype, device=like.device)
-        return float(bijection.log_abs_det_jacobian(u, bijection(u)).sum())
-
-    return max(log_det(40.0), log_det(-40.0)) > log_det(0.0) - 10
+        return
+    relaxed = 0.0
+    for step in sampling:
+        relaxed += kernel.relaxation(kernel.step_size_at(step))
+        if relaxed >= 1:
+            return
+    warnings.warn(
+        f"no draw can be kept: a sampling phase of {cycle!r} has {len(sampling)} steps, which are "
+        f"{relaxed:.2g} of a relaxation time at friction {getattr(kernel, 'friction', 0):g}. Raise period, "
+        "sampling_fraction, floor or friction, or pass relaxation=, a number of steps",
+        stacklevel=4,
+    )
 
 
 def refuse_copies(chains: Chains, steps: int, *, given: bool) -> None:

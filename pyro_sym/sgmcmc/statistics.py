@@ -1,4 +1,4 @@
-"""What chains leave behind beside their draws: statistics of each."""
+"""Statistics of draws: those of all kernels, and the kernel's own."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_sym.model.gradient import groups
-from pyro_sym.sgmcmc.chains import Chains, Temperature
+from pyro_sym.sgmcmc.chains import Chains
+from pyro_sym.sgmcmc.kernel import Temperature
 from pyro_sym.sgmcmc.thermometers import thermometers
 
 __all__ = ["Recorder"]
 
 
 class Recorder:
-    """Statistics of draws, gathered in blocks: those of many draws cost as much as those of one.
+    """Statistics of draws, computed in blocks: those of many draws cost as much as those of one.
 
     Args:
         chains: the chains whose draws are kept.
@@ -38,7 +38,7 @@ class Recorder:
         self._settings.append((chains.step_size, chains.temperature, chains.relaxed >= 1))
         draws = len(self._pending)
         full = draws >= self.BLOCK_DRAWS or draws * chains.position.numel() >= self.BLOCK_NUMEL
-        if full or len(groups(*chains.position.shape)) > 1:  # whose tensors are written over by the next step
+        if full or len(chains.shards) > 1:  # whose tensors are written over by the next step
             self._flush()
 
     def statistics(self) -> dict[str, Tensor]:
@@ -61,35 +61,56 @@ class Recorder:
             "step_size": _by_chain(step_sizes, energy),
             "temperature": _by_chain(temperatures, energy),
         }
-        block = self._thermometers(parts, settings)
+        own, block = self._measure_all(parts, settings)
         block |= {"lp": -energy, "potential_energy": energy, "energy": energy, **settings}
         on_the_way = ~torch.tensor(relaxed).unsqueeze(-1)  # from temperature 0: they have no temperature yet
         block["temperature"] = settings["temperature"].masked_fill(on_the_way, math.nan)
         if "kinetic_temperature" in block:
             block["energy"] = energy + block["kinetic_temperature"] * self._chains.potential.size / 2
-        for name, values in block.items():
+        self._check_own(own, block, energy)
+        for name, values in {**block, **own}.items():
             self._blocks.setdefault(name, []).append(values)
         self._pending, self._settings = [], []
 
-    def _thermometers(self, parts: list[Tensor], settings: dict[str, Tensor]) -> dict[str, Tensor]:
-        if len(groups(*self._chains.position.shape)) == 1:
+    def _measure_all(self, parts: list[Tensor], settings: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        """The kernel's own statistics and the thermometers; of large chains one after the other."""
+        shards = self._chains.shards
+        if len(shards) == 1:
             return self._measure(parts, settings)
         each = [
-            self._measure([part[:, chain] for part in parts], {n: s[:, chain] for n, s in settings.items()})
-            for chain in range(parts[0].shape[1])
+            self._measure(
+                [part[:, shard.rows] for part in parts], {n: s[:, shard.rows] for n, s in settings.items()}
+            )
+            for shard in shards
         ]
-        return {name: torch.stack([one[name] for one in each], 1) for name in each[0]}
+        return [
+            {name: torch.cat([one[name] for one in several], 1) for name in several[0]}
+            for several in zip(*each, strict=True)
+        ]
 
-    def _measure(self, parts: list[Tensor], settings: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Temperatures of draws; parts have their dims, then that of the coordinates."""
-        chains = self._chains
+    def _measure(self, parts: list[Tensor], settings: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Statistics of draws, whose parts have the shape ``(draws, C, ·)``."""
+        chains, kernel = self._chains, self._chains.kernel
         gradient, *state = parts
         mass: Tensor | float = 1.0 if chains.inverse_mass is None else state.pop(0)
         momentum = None
-        if chains.kernel.has_momentum:
+        if kernel.needs.momentum:
             numbers = {name: value.to(gradient).unsqueeze(-1) for name, value in settings.items()}
-            momentum = chains.kernel.thermal_momentum(tuple(state), gradient, **numbers, inverse_mass=mass)
-        return thermometers(state[0], gradient, momentum, mass, sizes=chains.potential.sizes)
+            momentum = kernel.thermal_momentum(tuple(state), gradient, **numbers, inverse_mass=mass)
+        own = {name: value.to(torch.float64) for name, value in kernel.statistics(tuple(state)).items()}
+        return [own, thermometers(state[0], gradient, momentum, mass, sizes=chains.potential.sizes)]
+
+    def _check_own(self, own: dict[str, Tensor], common: dict[str, Tensor], energy: Tensor) -> None:
+        """Refuse statistics of a kernel that have a common name, or another shape."""
+        kernel, sites = type(self._chains.kernel).__name__, len(self._chains.potential.sizes)
+        for name, value in own.items():
+            if name in common or name == "diverging":
+                raise ValueError(f"{kernel}.statistics() returns {name!r}, which all kernels have; rename it")
+            if value.shape not in (energy.shape, (*energy.shape, sites)):
+                raise ValueError(
+                    f"{kernel}.statistics() returns {name!r} of shape {tuple(value.shape)} for draws "
+                    f"of shape {tuple(energy.shape)}; return a number a draw, or one for each site"
+                )
 
 
 def _by_chain(settings: tuple[Temperature, ...], like: Tensor) -> Tensor:

@@ -1,20 +1,21 @@
-"""Several steps of a sampler, their gradients included, as one compiled function."""
+"""Several steps of a sampler and their gradients as one compiled function."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_sym.graph.batching import UnbatchableError
-from pyro_sym.graph.codegen import straight_line
-from pyro_sym.graph.comparison import NUDGES, nudge, relative_error, tolerance
-from pyro_sym.graph.record import Function, UntraceableError, simplify, trace
-from pyro_sym.model.gradient import Gradient, _Reference
+from pyro_sym.graph.checked import Probe, check, nudge, relative_error, tolerance
+from pyro_sym.graph.record import Function, UntraceableError, trace
+from pyro_sym.graph.simplify import simplify
+from pyro_sym.model.gradient import Gradient
 from pyro_sym.model.minibatch import Minibatch
 
 __all__ = ["FusedSteps", "State", "Step", "block_length"]
@@ -22,8 +23,11 @@ __all__ = ["FusedSteps", "State", "Step", "block_length"]
 State = tuple[Tensor, ...]
 """What a step carries on; the position, of shape ``(C, d)``, comes first."""
 
-Step = Callable[[State, Tensor, Tensor, Tensor, Tensor], State]
-"""From state, gradient and noise, both ``(C, d)``, step size (0-d) and temperature (0-d or ``(C, 1)``)."""
+Step = Callable[..., State]
+"""From state, gradient ``(C, d)``, noise, step size (0-d) and temperature (0-d or ``(C, 1)``) to a state.
+
+One that evaluates again also takes ``energy`` ``(C,)`` and ``gradient_at``, as a kernel's step does.
+"""
 
 
 def block_length(size: int) -> int:
@@ -47,7 +51,8 @@ class FusedSteps:
         s_{i+1} = \mathrm{step}(s_i, g_i, \xi_i, h_i, T_i), \qquad
         g_{i+1} = \nabla U(s_{i+1}^{(0)}; b_i), \qquad i = 0, \dots, k - 1,
 
-    so that the position it ends at has its energy and gradient, those that the next block begins with.
+    so that the position it ends at has its energy and gradient, those that the next block begins with. A step
+    that evaluates again does so on the minibatch of its own gradient, :math:`b_{i-1}`.
 
     The block is compiled by ``torch._inductor`` on the first call for inputs of given shapes, which takes
     seconds, and kept in its cache directory for later runs, for other data of the same shapes, too. Where
@@ -57,6 +62,7 @@ class FusedSteps:
         gradient: made with ``jit="compile"``; its ``mode`` and ``reason`` tell of a fallback.
         step: a pure function of tensors: it must neither change its arguments, nor read their values, nor
             draw random numbers.
+        second_gradient: whether it evaluates again, within the step.
 
     Raises:
         ValueError: if ``gradient`` was made with another ``jit``.
@@ -71,11 +77,12 @@ class FusedSteps:
         'compile'
     """
 
-    def __init__(self, gradient: Gradient, step: Step) -> None:
+    def __init__(self, gradient: Gradient, step: Step, second_gradient: bool = False) -> None:
         if gradient.jit != "compile":
             raise ValueError(f"the gradient was made with jit={gradient.jit!r}; make it with jit='compile'")
         self.gradient = gradient
         self.step = step
+        self.second_gradient = second_gradient
         self._prepared: dict[Any, Function] = {}
 
     def __call__(
@@ -86,16 +93,19 @@ class FusedSteps:
         indices: Mapping[str, Tensor],
         step_sizes: Tensor,
         temperatures: Tensor,
+        energy: Tensor | None = None,
     ) -> tuple[State, Tensor, Tensor, float]:
         """Take as many steps as there is noise for.
 
         Args:
             state: its first part the position, of shape ``(C, d)``.
             gradient: at that position, of shape ``(C, d)``.
-            noise: standard normal draws, of shape ``(k, C, d)``.
-            indices: rows by subsampled plate, of shape ``(k, C, B)``, or ``(k, B)`` if chains share them.
+            noise: standard normal draws, of shape ``(k, C, d)``, or ``(k, noises, C, d)``.
+            indices: rows by subsampled plate, of shape ``(k, C, B)``, or ``(k, B)`` if chains share them; of
+                steps that evaluate again one more, those of the gradient before the others.
             step_sizes: of shape ``(k,)``.
             temperatures: of shape ``(k,)``, or ``(k, C, 1)`` with one for each chain.
+            energy: at the position, of shape ``(C,)``, for steps that evaluate again.
 
         Returns:
             The state after the steps; the energies, of shape ``(C,)``, and gradients, of shape ``(C, d)``, at
@@ -103,14 +113,17 @@ class FusedSteps:
             finite if they are.
         """
         if self.gradient.mode != "compile":
-            after, energy, slope = self.one_by_one(state, gradient, noise, indices, step_sizes, temperatures)
+            after, energy, slope = self.one_by_one(
+                state, gradient, noise, indices, step_sizes, temperatures, energy
+            )
             return after, energy, slope, float(_total(after[0], energy, slope))
         inputs = [*state, gradient, noise, step_sizes, temperatures, *indices.values()]
+        inputs += [] if energy is None else [energy]
         key = (*indices, *[tensor.shape for tensor in inputs])
         run = self._prepared.get(key)
         if run is None:
-            self._prepare(key, state, gradient, noise, indices, step_sizes, temperatures)
-            return self(state, gradient, noise, indices, step_sizes, temperatures)
+            self._prepare(key, inputs, len(state), indices)
+            return self(state, gradient, noise, indices, step_sizes, temperatures, energy)
         *parts, energy, slope, total = run(*inputs)
         return tuple(parts), energy, slope, float(total)
 
@@ -122,9 +135,10 @@ class FusedSteps:
         indices: Mapping[str, Tensor],
         step_sizes: Tensor,
         temperatures: Tensor,
+        energy: Tensor | None = None,
     ) -> tuple[State, Tensor, Tensor]:
         """The same steps without fusing them; arguments and results as of a call."""
-        return self._loop(self.gradient, state, gradient, noise, indices, step_sizes, temperatures)
+        return self._loop(self.gradient, state, gradient, noise, indices, step_sizes, temperatures, energy)
 
     def _loop(
         self,
@@ -135,126 +149,123 @@ class FusedSteps:
         indices: Mapping[str, Tensor],
         step_sizes: Tensor,
         temperatures: Tensor,
+        energy: Tensor | None = None,
     ) -> tuple[State, Tensor, Tensor]:
+        again = self.second_gradient
         for i in range(len(noise)):
-            state = self.step(state, gradient, noise[i], step_sizes[i], temperatures[i])
-            minibatch = Minibatch({name: rows[i] for name, rows in indices.items()})
+            more: dict[str, Any] = {}
+            if again:
+                own = Minibatch({name: rows[i] for name, rows in indices.items()})
+                more = {"energy": energy, "gradient_at": partial(gradient_at, minibatch=own)}
+            state = self.step(state, gradient, noise[i], step_sizes[i], temperatures[i], **more)
+            minibatch = Minibatch({name: rows[i + again] for name, rows in indices.items()})
             energy, gradient = gradient_at(state[0], minibatch)
+        assert energy is not None
         return state, energy, gradient
 
-    def _prepare(
-        self,
-        key: Any,
-        state: State,
-        gradient: Tensor,
-        noise: Tensor,
-        indices: Mapping[str, Tensor],
-        step_sizes: Tensor,
-        temperatures: Tensor,
-    ) -> None:
+    def _prepare(self, key: Any, inputs: list[Tensor], parts: int, indices: Mapping[str, Tensor]) -> None:
         """Compile the steps for inputs of these shapes, or fall back."""
         from pyro_sym.graph.aot import CompilationError, compiled
 
-        names, parts = tuple(indices), len(state)
-        first = Minibatch({name: rows[0] for name, rows in indices.items()})
-        reference = _Reference(self.gradient, state[0], first)
+        names = tuple(indices)
         try:
-            graph = self.gradient.graph(state[0], first)
-            reference.check(straight_line(graph, [state[0], *first.indices.values()]))
+            checked = self.gradient.checked(inputs[0], Minibatch({n: rows[0] for n, rows in indices.items()}))
         except UnbatchableError as error:
-            self.gradient._do_not_compile(error)
+            self.gradient.do_not_compile(error)
             return
-        except UntraceableError as error:
-            self.gradient._run_the_model(error, reference.seconds)
+        if checked is None:
             return
+        graph = checked.graph
+
+        def evaluate(position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
+            return graph(position, *minibatch.indices.values())
 
         def block(*inputs: Tensor) -> tuple[Tensor, ...]:
-            gradient, noise, step_sizes, temperatures, *rows = inputs[parts:]
+            gradient, noise, step_sizes, temperatures, *rest = inputs[parts:]
+            rows = dict(zip(names, rest, strict=False))
+            energy = rest[-1] if self.second_gradient else None
             after, energy, slope = self._loop(
-                lambda position, minibatch: graph(position, *minibatch.indices.values()),
-                inputs[:parts],
-                gradient,
-                noise,
-                dict(zip(names, rows, strict=True)),
-                step_sizes,
-                temperatures,
+                evaluate, inputs[:parts], gradient, noise, rows, step_sizes, temperatures, energy
             )
             return (*after, energy, slope, _total(after[0], energy, slope))
 
-        inputs = [*state, gradient, noise, step_sizes, temperatures, *indices.values()]
         try:
             with torch.no_grad():
                 run = compiled(simplify(trace(block, inputs), inputs), inputs)
-                _check_block(run, block, inputs, parts)
+                self._prepared[key] = check(run, [_BlockProbe(block, inputs, parts)])
         except (CompilationError, UntraceableError) as error:
-            self.gradient._do_not_compile(error)
-            return
-        self._prepared[key] = run
+            self.gradient.do_not_compile(error)
 
 
-# By what a check multiplies the step size, in turn, until rounding doesn't grow within a block.
+# Factors of the step size that are tried in turn until rounding errors don't grow within a block.
 _FACTORS = (100.0, 10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4)
 
 
-def _check_block(run: Function, block: Function, inputs: list[Tensor], parts: int) -> None:
-    """Raise unless compiled steps come to what the same steps come to uncompiled.
+class _BlockProbe(Probe):
+    """Compares compiled steps with the same steps uncompiled.
 
-    Where the dynamics is unstable or chaotic, two right computations are far apart after a few steps; where
-    steps are short, a wrong order of noise or rows changes little. So they are compared with the longest
-    steps of a few that carry a rounding error no further.
+    If the dynamics is unstable or chaotic, two right computations are far apart after a few steps; if steps
+    are short, a wrong order of noise or rows changes little. So the probe multiplies the step sizes by the
+    largest of a few factors at which a rounding error at the start doesn't grow.
 
     Args:
-        run: the compiled block.
-        block: the block as a function of the same inputs.
+        block: the steps as a function of the inputs.
         inputs: the parts of the state, the gradient, the noise, the step sizes, and the rest.
         parts: how many parts the state has.
+
+    Raises:
+        UntraceableError: if nothing is finite, or rounding errors grow at all step sizes.
     """
-    from pyro_sym.graph.aot import CompilationError
 
-    position, rest = inputs[0], inputs[1:]
+    def __init__(self, block: Function, inputs: Sequence[Tensor], parts: int) -> None:
+        super().__init__(moves=False)
+        self.block, self.inputs, self.parts = block, inputs, parts
+        position = inputs[0]
+        generator = torch.Generator().manual_seed(0)  # leaves the global generator alone
+        noise = torch.randn(position.shape, generator=generator, dtype=position.dtype).to(position.device)
+        rounded = position * (1 + 4 * torch.finfo(position.dtype).eps * noise)
+        growth: dict[float, float] = {}  # the rounding error at the end, by factor
+        finite = self._num_finite(self._run(block, position, _FACTORS[-1]))  # fewer if steps go to infinity
+        for factor in _FACTORS:
+            growth[factor] = math.inf
+            with suppress(RuntimeError):  # too far out for the model: for example, no Cholesky factor
+                expected = self._run(block, position, factor)
+                if self._num_finite(expected) == finite:
+                    results = self._run(block, rounded, factor)
+                    growth[factor] = max(map(relative_error, results, expected))
+            if growth[factor] <= 0.1 * tolerance(position):
+                break
+        self.factor = min(growth, key=growth.__getitem__)
+        self.allowed = max(tolerance(position), 10 * growth[self.factor])
+        if finite == 0:
+            raise UntraceableError("it can't be checked where nothing is finite")
+        if not growth[self.factor] <= 0.01:
+            raise UntraceableError("it can't be checked: a rounding error grows to 1 % at all step sizes")
 
-    def moved(position: Tensor, factor: float) -> list[Tensor]:
-        scaled = [factor * part if n == parts + 1 else part for n, part in enumerate(rest)]
-        return [position, *scaled]
+    def _run(self, function: Function, position: Tensor, factor: float) -> Sequence[Tensor]:
+        """State, energies and gradients, without their sum."""
+        sizes = self.parts + 2  # the place of the step sizes
+        rest = [factor * part if n == sizes else part for n, part in enumerate(self.inputs[1:], 1)]
+        return function(position, *rest)[:-1]
 
-    generator = torch.Generator().manual_seed(0)  # the user's random numbers stay as they are
-    noise = torch.randn(position.shape, generator=generator, dtype=position.dtype).to(position.device)
-    rounded = position * (1 + 4 * torch.finfo(position.dtype).eps * noise)
-    growth: dict[float, float] = {}  # by factor, what becomes of a rounding error at the start
-    finite = _num_finite(block(*moved(position, _FACTORS[-1])))  # fewer are where steps leave for infinity
-    for factor in _FACTORS:
-        growth[factor] = math.inf
-        with suppress(RuntimeError):  # too far out for the model, as where a matrix has no Cholesky factor
-            expected = block(*moved(position, factor))
-            if _num_finite(expected) == finite:
-                growth[factor] = _deviation(block(*moved(rounded, factor)), expected)
-        if growth[factor] <= 0.1 * tolerance(position):
-            break
-    factor = min(growth, key=growth.__getitem__)
-    if finite == 0:
-        raise CompilationError("it can't be checked where nothing is finite")
-    if not growth[factor] <= 0.01:
-        raise CompilationError("it can't be checked: a rounding error grows to 1 % within steps of any size")
-    allowed = max(tolerance(position), 10 * growth[factor])
-    errors = []
-    for number in range(1 + NUDGES):  # a difference at a kink is gone at a nudged point
-        given = moved(position + nudge(position, number), factor)
-        errors.append(_deviation(run(*given), block(*given)))
-        if errors[-1] <= allowed:
-            return
-    raise CompilationError(
-        f"its {len(inputs[parts + 1])} steps of {factor:g} times the step size come out off by "
-        f"{errors[0]:.1g}, relative to the same steps uncompiled"
-    )
+    @staticmethod
+    def _num_finite(results: Sequence[Tensor]) -> int:
+        return sum(int(result.isfinite().sum()) for result in results)
 
+    def reference(self, fraction: float, number: int) -> Sequence[Tensor]:
+        return self.results(self.block, fraction, number)
 
-def _num_finite(results: Sequence[Tensor]) -> int:
-    return sum(int(result.isfinite().sum()) for result in results[:-1])
+    def results(self, function: Function, fraction: float, number: int) -> Sequence[Tensor]:
+        return self._run(function, self.inputs[0] + nudge(self.inputs[0], number), self.factor)
 
+    def tolerance(self, wanted: Tensor) -> float:
+        return self.allowed
 
-def _deviation(results: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """The largest relative error, over state, energies and gradients, but not their sum."""
-    return max(relative_error(r, w) for r, w in zip(results[:-1], wanted[:-1], strict=True))
+    def problem(self, number: int, deviation: float) -> str:
+        return (
+            f"its {len(self.inputs[self.parts + 2])} steps of {self.factor:g} times the step size come out "
+            f"off by {deviation:.1g}, relative to the same steps uncompiled"
+        )
 
 
 def _total(position: Tensor, energy: Tensor, gradient: Tensor) -> Tensor:

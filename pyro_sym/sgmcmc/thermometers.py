@@ -10,7 +10,7 @@ At stationarity, per site with :math:`d` unconstrained values,
 both have the mean :math:`T`, the first since momenta are :math:`N(0, T M)`, the second by partial
 integration. The momentum is the one that has this law on a Gaussian at every stable step size: that of the
 state for :class:`~pyro_sym.BAOA`, and for :class:`~pyro_sym.SGHMC` and :class:`~pyro_sym.SGNHT` the momentum
-half way through its kick (:func:`~pyro_sym.sgmcmc.dynamics.momentum_within_kick`).
+half way through its kick (:func:`~pyro_sym.sgmcmc.underdamped.momentum_within_kick`).
 
 What they can see differs. :math:`T_{\mathrm{kin}}` follows :math:`T \chi^2_d / d` in each draw, so one draw
 far outside of :func:`~pyro_sym.kinetic_band` is a finding. It reacts to the noise of minibatches. It reacts

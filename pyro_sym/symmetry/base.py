@@ -1,10 +1,11 @@
-"""The contract of a symmetry: what may change in a model's latent values without changing the model."""
+"""The contract of a group: what may change in a model's latent values without changing the model."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,16 +13,30 @@ from torch import Tensor
 from pyro_sym.errors import SymmetryError
 from pyro_sym.symmetry.order import Moves
 
-__all__ = ["Axes", "Element", "Symmetry", "Values", "map_element", "unmoved"]
+__all__ = [
+    "Axes",
+    "Element",
+    "FiniteGroup",
+    "Group",
+    "Symmetry",
+    "Values",
+    "leaves",
+    "map_element",
+    "unmoved",
+]
 
 Values = Mapping[str, Tensor]
 Element = Any
 """A batched tensor of shape ``(*batch, n)``, or for a product a tuple of elements."""
 Axes = dict[str, tuple[int, ...]]
 
+# FiniteGroup.closest compares all images of a group of up to this order, so many numbers at a time.
+MAX_COMPARED = 5_040
+COMPARED_NUMEL = 2**22
 
-class Symmetry(ABC):
-    r"""A finite group :math:`G` acting on the values of a model's sites.
+
+class Group(ABC):
+    r"""A compact group :math:`G` acting on the values of a model's sites.
 
     The action is a left action by volume-preserving maps of constrained values,
 
@@ -34,29 +49,42 @@ class Symmetry(ABC):
     values whose first ``b`` dims broadcast with ``B``; an element without batch dims acts alike on
     everything.
 
-    **Sizes** are read from the values: methods that need the size of the group take ``values`` and look only
-    at shapes, dtypes being free.
+    **Sizes** are read from the values: methods that need the size of the group take ``values`` and use only
+    their shapes and devices.
 
-    To write a symmetry of your own, implement ``_act`` and the abstract methods; the public :meth:`act`
-    checks sites and sizes first.
+    To write a group of your own, implement ``_act`` and the abstract methods; the public :meth:`act` checks
+    sites and sizes first. :func:`align` and exports also need :meth:`closest`, which a :class:`FiniteGroup`
+    inherits.
 
     Attributes:
-        axes: which axes (negative, from the right) of which sites the group moves.
+        axes: which axes (negative, from the right) of which sites the group moves; none for a site that it
+            moves as a whole.
+        kind: what exports call the elements.
+        relabels: whether an element is an index tensor that permutes units, as of a :class:`Permutation`.
+        flips: whether an element is a tensor of signs, as of a :class:`SignFlip`.
     """
 
     axes: Axes
+    kind: ClassVar[str] = "element"
+    relabels: ClassVar[bool] = False
+    flips: ClassVar[bool] = False
 
     @property
     def sites(self) -> tuple[str, ...]:
         """Names of the sites that the group acts on."""
         return tuple(self.axes)
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the group has finitely many elements."""
+        return False
+
     def act(self, element: Element, values: Values) -> dict[str, Tensor]:
         r"""Apply group elements to values, :math:`g \cdot v`.
 
         Args:
             element: elements of batch shape ``B``, or without batch dims.
-            values: a tensor a site, whose first ``len(B)`` dims broadcast with ``B``. Sites that the symmetry
+            values: a tensor a site, whose first ``len(B)`` dims broadcast with ``B``. Sites that the group
                 does not name are passed through.
 
         Returns:
@@ -70,7 +98,7 @@ class Symmetry(ABC):
 
     @abstractmethod
     def _act(self, element: Element, values: Values) -> dict[str, Tensor]:
-        """The images of this symmetry's own sites; ``values`` have been checked."""
+        """The images of this group's own sites; ``values`` have been checked."""
 
     @abstractmethod
     def check_values(self, values: Values) -> None:
@@ -90,7 +118,80 @@ class Symmetry(ABC):
 
     @abstractmethod
     def sample(self, values: Values, batch_shape: tuple[int, ...] = ()) -> Element:
-        """Independent uniform elements, from torch's global generator."""
+        """Independent elements from the uniform (Haar) distribution, by torch's global generator."""
+
+    @abstractmethod
+    def generators(self, values: Values) -> list[tuple[str, Element]]:
+        """Elements whose products are the group, or dense in it, each with a name for messages."""
+
+    def log_order(self, values: Values) -> float:
+        """``log |G|`` in nats, counting elements that act alike on these shapes once; infinite by default."""
+        return math.inf
+
+    def closest(self, draws: Values, mean: Values, variance: Values) -> Element:
+        r"""The elements that bring each draw closest to a point.
+
+        .. math::
+
+            g_m = \arg\min_{g \in G} d(g \cdot \theta_m), \qquad
+            d(\theta) = \sum_c (\theta_c - \mu_c)^2 / \sigma_c^2 .
+
+        Args:
+            draws: by site, of shape ``(M, *shape)``; :func:`align` passes float64 on the CPU.
+            mean: :math:`\mu` by site, of shape ``shape``.
+            variance: :math:`\sigma^2`, shaped alike and as :meth:`pool_variance` leaves it; infinite at sites
+                that should not count.
+
+        Returns:
+            Elements of batch shape ``(M,)``.
+
+        Raises:
+            SymmetryError: if the group can't tell.
+        """
+        raise SymmetryError(
+            f"{self!r} can't be aligned, as {type(self).__name__} doesn't say which element brings a draw "
+            "closest to a point; define closest() for it"
+        )
+
+    def margin(self, images: Values, mean: Values, variance: Values) -> Tensor:
+        """By how many nats each draw, where :meth:`closest` has brought it, is closer than its best rival.
+
+        Args:
+            images: as the draws of :meth:`closest`.
+            mean: as for :meth:`closest`.
+            variance: as for :meth:`closest`.
+
+        Returns:
+            Half the difference of the distances :math:`d`, of shape ``(M,)``; infinite where there is no
+            rival, as by default.
+        """
+        return torch.full((len(next(iter(images.values()))),), math.inf, dtype=torch.float64)
+
+    def pool_variance(self, variance: Values) -> dict[str, Tensor]:
+        """The variances that :meth:`closest` can weigh by, equal where the group mixes coordinates.
+
+        Args:
+            variance: by site, with or without batch dims.
+
+        Returns:
+            All of them; unchanged by default.
+        """
+        return dict(variance)
+
+    def _moves(self, values: Values) -> list[Moves]:
+        """What the elementary groups in this one do to values of these shapes."""
+        return [Moves(self.log_order(values))]
+
+
+class FiniteGroup(Group):
+    """A :class:`Group` with finitely many elements, which guides can be averaged over.
+
+    :meth:`closest` compares all elements, if there are at most 5,040; override it if you know better.
+    """
+
+    @property
+    def is_finite(self) -> bool:
+        return True
 
     @abstractmethod
     def elements(self, values: Values) -> Element:
@@ -100,16 +201,58 @@ class Symmetry(ABC):
         """
 
     @abstractmethod
-    def generators(self, values: Values) -> list[tuple[str, Element]]:
-        """Elements that generate the group, each with a name for messages."""
-
-    @abstractmethod
     def log_order(self, values: Values) -> float:
         """``log |G|``, in nats, where elements that act alike on values of these shapes count once."""
 
-    def _moves(self, values: Values) -> list[Moves]:
-        """What the elementary symmetries in this one do to values of these shapes."""
-        return [Moves(self.log_order(values))]
+    def closest(self, draws: Values, mean: Values, variance: Values) -> Element:
+        elements = self._compared({site: value[0] for site, value in draws.items()})
+        best = [d.argmin(0) for _, d in self._distances(elements, draws, mean, variance)]
+        return map_element(lambda part: part[torch.cat(best)], elements)
+
+    def margin(self, images: Values, mean: Values, variance: Values) -> Tensor:
+        elements = self._compared({site: value[0] for site, value in images.items()})
+        margins = []
+        for idle, d in self._distances(elements, images, mean, variance):
+            margins.append((d.masked_fill(idle, math.inf).amin(0) - d[0]) / 2)  # the identity is first
+        return torch.cat(margins)
+
+    def _compared(self, values: Values) -> Element:
+        """All elements, if they are few enough to be compared."""
+        if self.log_order(values) > math.log(MAX_COMPARED) + 1e-9:
+            raise SymmetryError(
+                f"{self!r} can't be aligned: it has exp({self.log_order(values):.1f}) elements, more than "
+                f"the {MAX_COMPARED:,} that are compared one by one; define {type(self).__name__}.closest()"
+            )
+        return self.elements(values)
+
+    def _distances(
+        self, elements: Element, draws: Values, mean: Values, variance: Values
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """By chunks of draws: which elements leave a draw as it is, and the distances of all images."""
+        size = sum(draws[site][0].numel() for site in self.sites)
+        order, count = length(elements), len(next(iter(draws.values())))
+        columns = map_element(lambda part: part.unsqueeze(1), elements)  # (|G|, 1, n)
+        for rows in torch.arange(count).split(max(1, COMPARED_NUMEL // max(1, size * order))):
+            some = {site: draws[site][rows].unsqueeze(0) for site in self.sites}  # (1, m, *shape)
+            idle, distances = [], []
+            for part in torch.arange(order).split(max(1, COMPARED_NUMEL // max(1, size * len(rows)))):
+                images = self.act(map_element(lambda column, p=part: column[p], columns), some)
+                idle.append(unmoved(self.sites, images, some, 2))
+                distances.append(distance(images, mean, variance, 2))
+            yield torch.cat(idle), torch.cat(distances)  # (|G|, m)
+
+
+Symmetry = FiniteGroup
+"""The name that finite groups had before there were others."""
+
+
+def distance(values: Values, mean: Values, variance: Values, batch_dims: int = 1) -> Tensor:
+    """The squared distance from a mean weighted by inverse variances, summed over the sites of ``values``."""
+    per_site = [
+        ((value - mean[site]).square() / variance[site]).reshape(*value.shape[:batch_dims], -1).sum(-1)
+        for site, value in values.items()
+    ]
+    return torch.stack(per_site).sum(0)
 
 
 def unmoved(sites: Iterable[str], images: Values, values: Values, batch_dims: int = 0) -> Tensor:
@@ -131,22 +274,35 @@ def unmoved(sites: Iterable[str], images: Values, values: Values, batch_dims: in
     return torch.stack(torch.broadcast_tensors(*same)).all(0) if same else torch.ones((), dtype=torch.bool)
 
 
-def map_element(function: Any, element: Element) -> Element:
-    """Apply a tensor function to every tensor of an element."""
-    if isinstance(element, tuple):
-        return tuple(map_element(function, part) for part in element)
-    return function(element)
+def map_element(function: Callable[..., Any], *elements: Element) -> Element:
+    """Apply a function of tensors to every tensor of an element, or of several elements of one structure."""
+    if isinstance(elements[0], tuple):
+        return tuple(map_element(function, *parts) for parts in zip(*elements, strict=True))
+    return function(*elements)
+
+
+def leaves(element: Element) -> list[Tensor]:
+    """The tensors of an element."""
+    if not isinstance(element, tuple):
+        return [element]
+    return [part for several in element for part in leaves(several)]
 
 
 def length(elements: Element) -> int:
     """The length of the batch dim of elements that have one; 1 for the empty tuple of the trivial group."""
-    if not isinstance(elements, tuple):
-        return len(elements)
-    return next((length(part) for part in elements if part != ()), 1)
+    return len((leaves(elements) or [[()]])[0])
 
 
-def normalise_axes(kind: str, axes: Mapping[str, int | tuple[int, ...]]) -> Axes:
-    """Check a ``{site: axis or axes}`` table and turn every entry into a tuple of negative ints."""
+def normalise_axes(
+    kind: str, axes: Mapping[str, int | tuple[int, ...]], *, may_be_none: bool = False
+) -> Axes:
+    """Check a ``{site: axis or axes}`` table and turn every entry into a tuple of negative ints.
+
+    Args:
+        kind: the class that messages name.
+        axes: the table.
+        may_be_none: whether ``()`` is allowed, for a site that is moved as a whole.
+    """
     if not axes:
         raise SymmetryError(f"{kind} needs at least one site, as in {kind}({{'locs': -1}})")
     table: Axes = {}
@@ -160,7 +316,7 @@ def normalise_axes(kind: str, axes: Mapping[str, int | tuple[int, ...]]) -> Axes
                     f"{kind}: axis {axis} of site {site!r} is not negative; axes are counted from the right, "
                     "so that batch dims may stand in front: the last axis is -1"
                 )
-        if not several or len(set(several)) < len(several):
+        if not (several or may_be_none) or len(set(several)) < len(several):
             raise SymmetryError(
                 f"{kind}: axes {several} of site {site!r} must be one or more, each named once"
             )
@@ -169,25 +325,27 @@ def normalise_axes(kind: str, axes: Mapping[str, int | tuple[int, ...]]) -> Axes
 
 
 def common_size(kind: str, axes: Axes, values: Values) -> int:
-    """The one length of all the named axes; an error that names the odd one out otherwise."""
-    first: tuple[str, int, int] | None = None
+    """The one length of all the named axes, 1 for a site as a whole; raise if two lengths differ."""
+    first: tuple[str, str, int] | None = None
     for site, several in axes.items():
         if site not in values:
             raise SymmetryError(
                 f"{kind} acts on site {site!r}, which is not among the sites {sorted(values)}"
             )
         shape = tuple(values[site].shape)
+        sizes = [] if several else [(f"site {site!r} as a whole", "counts as one unit", 1)]
         for axis in several:
             if -axis > len(shape):
                 raise SymmetryError(
                     f"{kind}: axis {axis} of site {site!r} is out of range for its shape {shape}"
                 )
+            sizes.append((f"axis {axis} of site {site!r}", f"has size {shape[axis]}", shape[axis]))
+        for where, has, size in sizes:
             if first is None:
-                first = (site, axis, shape[axis])
-            elif shape[axis] != first[2]:
+                first = (where, has, size)
+            elif size != first[2]:
                 raise SymmetryError(
-                    f"{kind}: axis {axis} of site {site!r} has size {shape[axis]}, but axis {first[1]} of "
-                    f"site {first[0]!r} has size {first[2]}; one group moves axes of one size"
+                    f"{kind}: {where} {has}, but {first[0]} {first[1]}; one group moves axes of one size"
                 )
     assert first is not None
     return first[2]

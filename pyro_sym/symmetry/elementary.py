@@ -1,4 +1,4 @@
-"""The two elementary symmetries: relabelling, and sign flips."""
+"""The two elementary groups: permutations of units, and sign flips."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from torch import Tensor
 from pyro_sym.errors import SymmetryError
 from pyro_sym.symmetry.base import (
     Axes,
-    Symmetry,
+    FiniteGroup,
     Values,
     along,
     broadcast_batch,
     common_size,
     normalise_axes,
 )
+from pyro_sym.symmetry.blocks import Moments
+from pyro_sym.symmetry.nearest import Nearest, OfOne
 from pyro_sym.symmetry.order import Moves, log_order
 
 __all__ = ["Permutation", "SignFlip"]
@@ -27,11 +29,11 @@ __all__ = ["Permutation", "SignFlip"]
 MAX_ELEMENTS = 1_000_000
 
 
-class _OnOneSize(Symmetry):
-    """What both elementary symmetries share: a table of axes that all have one size."""
+class _OnOneSize(FiniteGroup):
+    """What both elementary groups share: a table of axes that all have one size."""
 
     def __init__(self, axes: Mapping[str, int | tuple[int, ...]]) -> None:
-        self.axes: Axes = normalise_axes(type(self).__name__, axes)
+        self.axes: Axes = normalise_axes(type(self).__name__, axes, may_be_none=self.flips)
 
     def __repr__(self) -> str:
         table = {site: several[0] if len(several) == 1 else several for site, several in self.axes.items()}
@@ -52,11 +54,19 @@ class _OnOneSize(Symmetry):
         """The logarithm of the number of elements, whether they act or not."""
 
     def _filled(self, values: Values) -> dict[str, int]:
-        """Along how many axes each site moves that has any entries."""
-        return {site: len(several) for site, several in self.axes.items() if values[site].numel()}
+        """Along how many axes each site moves that has any entries; 1 for a site as a whole."""
+        return {site: max(1, len(several)) for site, several in self.axes.items() if values[site].numel()}
 
     def log_order(self, values: Values) -> float:
         return log_order(self._moves(values))
+
+    def closest(self, draws: Values, mean: Values, variance: Values) -> Tensor:
+        state = Nearest(OfOne(self), {s: draws[s] for s in self.sites}).closest(Moments(mean, variance))
+        part: Tensor = state.elements[0]
+        return part
+
+    def margin(self, images: Values, mean: Values, variance: Values) -> Tensor:
+        return Nearest(OfOne(self), images).margin(images, Moments(mean, variance))
 
     def _refuse_too_many(self, values: Values) -> None:
         log_count = self._log_count(self.size(values))
@@ -96,6 +106,8 @@ class Permutation(_OnOneSize):
         tensor([[0.6000, 0.4000],
                 [0.1000, 0.9000]])
     """
+
+    kind, relabels = "permutation", True
 
     def _act(self, element: Tensor, values: Values) -> dict[str, Tensor]:
         images = {}
@@ -158,8 +170,12 @@ class SignFlip(_OnOneSize):
     and on a site with two named axes, :math:`s_i s_j v_{ij}`. If every site has two, :math:`s` and :math:`-s`
     act alike: ``elements`` lists both, and ``log_order`` counts them once.
 
+    A site without axes, or one that has a single sign for all of its entries, is given as ``()``. Then
+    :math:`n = 1`.
+
     Args:
-        axes: site name to axis, counted from the right (negative), or to a tuple of axes that flip together.
+        axes: site name to axis, counted from the right (negative), to a tuple of axes that flip together, or
+            to ``()`` for one sign of the whole site.
 
     Raises:
         SymmetryError: if an axis is not a negative int, or is named twice.
@@ -169,7 +185,11 @@ class SignFlip(_OnOneSize):
         >>> values = {"loadings": torch.ones(3, 2), "factors": torch.ones(2)}
         >>> sym.act(torch.tensor([1, -1]), values)["factors"]
         tensor([ 1., -1.])
+        >>> SignFlip({"a": ()}).act(torch.tensor([-1]), {"a": torch.tensor(3.0)})["a"]
+        tensor(-3.)
     """
+
+    kind, flips = "sign", True
 
     def _act(self, element: Tensor, values: Values) -> dict[str, Tensor]:
         images = {}
@@ -177,7 +197,8 @@ class SignFlip(_OnOneSize):
             value = values[site]
             for axis in several:
                 value = value * along(element, value, axis)
-            images[site] = value
+            # A site as a whole has one unit behind all of its axes.
+            images[site] = value if several else value * along(element, value.unsqueeze(-1), -1).squeeze(-1)
         return images
 
     def inverse(self, element: Tensor) -> Tensor:

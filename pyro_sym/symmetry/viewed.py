@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from pyro_sym.errors import SymmetryError
-from pyro_sym.symmetry.base import Axes, Element, Symmetry, Values
+from pyro_sym.symmetry.base import Axes, Element, FiniteGroup, Group, Values
 from pyro_sym.symmetry.order import Moves
 
 __all__ = ["Shape", "Viewed"]
@@ -16,7 +17,7 @@ __all__ = ["Shape", "Viewed"]
 Shape = Sequence[int | Sequence[int]]
 
 
-class Viewed(Symmetry):
+class Viewed(FiniteGroup):
     r"""A symmetry that acts on sites in a finer shape than their own: on factors of axes.
 
     The columns of a linear layer behind a flattened image are all triples (channel, row, column); relabelling
@@ -59,8 +60,8 @@ class Viewed(Symmetry):
         tensor([[3., 4., 5., 0., 1., 2.]])
     """
 
-    def __init__(self, symmetry: Symmetry, shapes: Mapping[str, Shape]) -> None:
-        self.symmetry = symmetry
+    def __init__(self, symmetry: Group, shapes: Mapping[str, Shape]) -> None:
+        self.symmetry: Any = symmetry
         self.shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
         for site, shape in shapes.items():
             factors = tuple((axis,) if isinstance(axis, int) else tuple(axis) for axis in shape)
@@ -74,7 +75,7 @@ class Viewed(Symmetry):
         if site not in self.shapes:
             return several
         owner = [k - len(self.shapes[site]) for k, axis in enumerate(self.shapes[site]) for _ in axis]
-        if min(several) < -len(owner):
+        if several and min(several) < -len(owner):
             raise SymmetryError(
                 f"Viewed: axis {min(several)} of site {site!r} is out of range for the shape "
                 f"{self.shapes[site]}, which has {len(owner)} factors"
@@ -125,6 +126,10 @@ class Viewed(Symmetry):
                 native[site] = values[site].reshape(*lead, *(math.prod(axis) for axis in factors))
         return native
 
+    @property
+    def is_finite(self) -> bool:
+        return bool(self.symmetry.is_finite)
+
     def check_values(self, values: Values) -> None:
         self.symmetry.check_values(self.view(values))
 
@@ -151,6 +156,15 @@ class Viewed(Symmetry):
 
     def log_order(self, values: Values) -> float:
         return self.symmetry.log_order(self.view(values))
+
+    def closest(self, draws: Values, mean: Values, variance: Values) -> Element:
+        return self.symmetry.closest(self.view(draws), self.view(mean), self.view(variance))
+
+    def margin(self, images: Values, mean: Values, variance: Values) -> Tensor:
+        return self.symmetry.margin(self.view(images), self.view(mean), self.view(variance))
+
+    def pool_variance(self, variance: Values) -> dict[str, Tensor]:
+        return self.unview(self.symmetry.pool_variance(self.view(variance)))
 
     def _moves(self, values: Values) -> list[Moves]:
         return self.symmetry._moves(self.view(values))

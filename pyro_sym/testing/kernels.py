@@ -14,9 +14,9 @@ import torch
 from pyro.infer import MCMC
 from torch import Tensor
 
-from pyro_sym.sgmcmc.chains import State
-from pyro_sym.sgmcmc.kernel import Schedule, StochasticGradientKernel
+from pyro_sym.sgmcmc.kernel import Schedule, State
 from pyro_sym.sgmcmc.preconditioners import Identity
+from pyro_sym.sgmcmc.pyro_driver import StochasticGradientKernel
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC
 from pyro_sym.testing.laws import Z_LIMIT, compare, require, try_laws
 
@@ -34,12 +34,13 @@ def check_kernel_contract(
 ) -> None:
     r"""Check that a kernel keeps the contract of :class:`~pyro_sym.StochasticGradientKernel`.
 
-    That it runs in ``pyro.infer.MCMC`` and :class:`~pyro_sym.VectorizedMCMC`, in single and in double
-    precision; that a run is reproduced by its seed, and another seed gives another; that at :math:`T = 0`
-    the seed makes no difference, no random number is consumed, and the energy falls; that momenta start at
-    :math:`N(0, T / G)`, if it has them; that :meth:`~pyro_sym.StochasticGradientKernel.move` is a pure
-    function of tensors that takes chains by themselves and scalars as tensors (as compiled steps pass them);
-    that all it depends on is in its state, so that a run can be resumed.
+    It runs in ``pyro.infer.MCMC`` and :class:`~pyro_sym.VectorizedMCMC`, in single and in double precision,
+    and both record its own statistics. A run is reproduced by its seed, and another seed gives another. At
+    :math:`T = 0` the seed makes no difference, no random number is consumed, and the energy falls; a kernel
+    that declares no cold limit refuses :math:`T = 0`. Momenta start at :math:`N(0, T / G)`, if it declares
+    them. :meth:`~pyro_sym.StochasticGradientKernel.step` is a pure function of tensors that takes chains by
+    themselves and scalars as tensors (as compiled steps pass them). All it depends on is in its state, so
+    that a run can be resumed.
 
     Then its law, on :math:`U = \tfrac12 \lambda \theta^2`. Where the dynamics is linear, a step is
     :math:`s \leftarrow A s + b \xi` with state :math:`s = (\theta, \dots)`, and the chain's stationary
@@ -73,8 +74,8 @@ def check_kernel_contract(
         >>> testing.check_kernel_contract(partial(SGLD, step_size=0.1))
 
         >>> class TooWarm(SGLD):
-        ...     def move(self, *args, temperature, **options):
-        ...         return super().move(*args, temperature=2 * temperature, **options)
+        ...     def step(self, *args, temperature, **options):
+        ...         return super().step(*args, temperature=2 * temperature, **options)
         >>> testing.check_kernel_contract(partial(TooWarm, step_size=0.1))
         Traceback (most recent call last):
         ...
@@ -85,7 +86,7 @@ def check_kernel_contract(
         _is_a_kernel,
         _runs_in_both_drivers,
         _is_reproduced_by_its_seed,
-        _is_deterministic_when_cold,
+        _has_a_cold_limit_or_refuses,
         _starts_at_its_temperature,
         _steps_are_pure,
         _can_be_resumed,
@@ -145,19 +146,32 @@ def _runs_in_both_drivers(case: _Case) -> None:
     for dtype in (torch.float32, torch.float64):
         mcmc = MCMC(case.kernel(_normal(3, dtype)), num_samples=4, warmup_steps=1, disable_progbar=True)
         mcmc.run()
-        _look_at(f"{case.name} in MCMC", mcmc.get_samples()["x"], (4, 3), dtype)
+        _check_draws(f"{case.name} in MCMC", mcmc.get_samples()["x"], (4, 3), dtype)
+        _check_statistics(case, "MCMC", mcmc)
         vectorized = VectorizedMCMC(case.kernel(_normal(3, dtype)), 4, 1, num_chains=2, disable_progbar=True)
         vectorized.run()
         draws = vectorized.get_samples(group_by_chain=True)["x"]
-        _look_at(f"{case.name} in VectorizedMCMC", draws, (2, 4, 3), dtype)
+        _check_draws(f"{case.name} in VectorizedMCMC", draws, (2, 4, 3), dtype)
+        _check_statistics(case, "VectorizedMCMC", vectorized)
 
 
-def _look_at(where: str, draws: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _check_draws(where: str, draws: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     require(
         draws.shape == shape and draws.dtype == dtype,
         f"{where}: draws of shape {tuple(draws.shape)} and {draws.dtype}, not {shape} and {dtype}",
     )
     require(draws.isfinite().all(), f"{where}: draws are not finite on a standard normal; lower step_size")
+
+
+def _check_statistics(case: _Case, driver: str, mcmc: Any) -> None:
+    kernel = case.kernel(_normal(3))
+    zeros = torch.zeros(2, 3, dtype=torch.float64)
+    noise = torch.randn(kernel.needs.noise_shape(zeros.shape), dtype=torch.float64)
+    own = kernel.statistics(kernel.init(zeros, noise, temperature=1.0, inverse_mass=1.0, sizes=[3]))
+    recorded = mcmc.diagnostics()["sample_stats"]["chain 0"]
+    for name in own:
+        require(name in recorded, f"{case.name}: {driver} does not record the statistic {name!r}")
+        require(recorded[name].isfinite().all(), f"{case.name}: the statistic {name!r} is not finite")
 
 
 def _is_reproduced_by_its_seed(case: _Case) -> None:
@@ -177,8 +191,14 @@ def _is_reproduced_by_its_seed(case: _Case) -> None:
     compare(f"{case.name}: a schedule that stays at 1 gives another run", {"x": scheduled}, {"x": once})
 
 
-def _is_deterministic_when_cold(case: _Case) -> None:
+def _has_a_cold_limit_or_refuses(case: _Case) -> None:
     """Temperature 0."""
+    if not case.kernel(_normal(6)).needs.cold_limit:
+        try:
+            case.kernel(_normal(6), 0.0)
+        except ValueError:
+            return
+        require(False, f"{case.name}: it needs a temperature above 0, and takes 0")
     first, second = (case.path(10, seed, 0.0) for seed in (1, 2))
     compare(f"{case.name}: at temperature 0 the path depends on the seed", {"x": second}, {"x": first})
     kernel = case.kernel(_normal(6), 0.0)
@@ -197,15 +217,15 @@ def _is_deterministic_when_cold(case: _Case) -> None:
 
 
 def _starts_at_its_temperature(case: _Case) -> None:
-    """initial_state()."""
-    mass = 0.5
-    for temperature in (0.0, 0.25, 2.0):
+    """init()."""
+    mass, needs = 0.5, case.kernel(_normal(1)).needs
+    for temperature in (0.0, 0.25, 2.0) if needs.cold_limit else (0.25, 2.0):
         kernel = case.kernel(_normal(500), temperature)
         position = torch.randn(64, 500, dtype=torch.float64)
-        noise = torch.randn_like(position) if temperature else torch.zeros_like(position)
-        state = kernel.initial_state(position, noise, temperature, mass, [500])
-        compare(f"{case.name}: initial_state() moves the position", {"x": state[0]}, {"x": position})
-        if not kernel.has_momentum:
+        noise = bool(temperature) * torch.randn(needs.noise_shape(position.shape), dtype=torch.float64)
+        state = kernel.init(position, noise, temperature=temperature, inverse_mass=mass, sizes=[500])
+        compare(f"{case.name}: init() moves the position", {"x": state[0]}, {"x": position})
+        if not needs.momentum:
             continue
         kinetic = float((mass * state[1] ** 2).mean())
         allowed = Z_LIMIT * temperature * math.sqrt(2 / position.numel())
@@ -217,7 +237,7 @@ def _starts_at_its_temperature(case: _Case) -> None:
 
 
 def _steps_are_pure(case: _Case) -> None:
-    """The method move()."""
+    """The method step()."""
     for dtype in (torch.float32, torch.float64):
         _steps_are_pure_in(case, dtype)
 
@@ -226,32 +246,35 @@ def _steps_are_pure_in(case: _Case, dtype: torch.dtype) -> None:
     """The same in one precision."""
     kernel = case.kernel(_normal(6))
     numbers = {"step_size": kernel.step_size_at(0), "temperature": 1.0, "inverse_mass": 1.0}
-    position, gradient, noise, start = torch.randn(4, 5, 6, dtype=dtype).unbind()
-    state = kernel.initial_state(position, start, 1.0, 1.0, [4, 2])
+    position, gradient = torch.randn(2, 5, 6, dtype=dtype).unbind()
+    noise, start = torch.randn(2, *kernel.needs.noise_shape((5, 6)), dtype=dtype).unbind()
+    state = kernel.init(position, start, temperature=1.0, inverse_mass=1.0, sizes=[4, 2])
     before = [part.clone() for part in (*state, gradient, noise)]
 
-    def move(scalars: Mapping[str, Any] = numbers, rows: slice = slice(None)) -> dict[str, Tensor]:
-        moved = kernel.move(tuple(part[rows] for part in state), gradient[rows], noise[rows], **scalars)
+    def step(scalars: Mapping[str, Any] = numbers, rows: slice = slice(None)) -> dict[str, Tensor]:
+        own = tuple(part[rows] for part in state)
+        evaluated = _evaluated(kernel, position[rows])
+        moved = kernel.step(own, gradient[rows], noise[..., rows, :], **scalars, **evaluated)
         return {f"part {i} of the state": part for i, part in enumerate(moved)}
 
-    moved = move()
+    moved = step()
     for name, part, old in zip(moved, moved.values(), state, strict=True):
         require(
             part.shape == old.shape and part.dtype == old.dtype,
-            f"{case.name}: move() turns {name} from {tuple(old.shape)}, {old.dtype} into "
+            f"{case.name}: step() turns {name} from {tuple(old.shape)}, {old.dtype} into "
             f"{tuple(part.shape)}, {part.dtype}",
         )
     unchanged = all(map(torch.equal, (*state, gradient, noise), before))
-    require(unchanged, f"{case.name}: move() changes its inputs")
+    require(unchanged, f"{case.name}: step() changes its inputs")
     what = "draws random numbers of its own, or keeps something outside of the state"
-    compare(f"{case.name}: move() called again gives another result, so it {what}", move(), moved)
+    compare(f"{case.name}: step() called again gives another result, so it {what}", step(), moved)
     one = slice(2, 3)
     alone = {name: part[one] for name, part in moved.items()}
-    compare(f"{case.name}: a chain moves otherwise by itself than beside others", move(rows=one), alone)
-    for scalars in (numbers, {**numbers, "temperature": 0.0}):
+    compare(f"{case.name}: a chain moves otherwise by itself than beside others", step(rows=one), alone)
+    for scalars in (numbers, {**numbers, "temperature": 0.0})[: 1 + kernel.needs.cold_limit]:
         tensors = {name: torch.tensor(value, dtype=dtype) for name, value in scalars.items()}
         what = f"tensors instead of numbers for {', '.join(scalars)} change a step"
-        compare(f"{case.name}: {what}", move(tensors), move(scalars))
+        compare(f"{case.name}: {what}", step(tensors), step(scalars))
 
 
 def _can_be_resumed(case: _Case) -> None:
@@ -341,22 +364,39 @@ def _linear_step(
     mass: float = 1.0,
 ) -> tuple[Tensor, Tensor] | None:
     """A and b of a step on a Gaussian, if it is linear in state and noise."""
-    zero = torch.zeros(1, 1, dtype=torch.float64)
-    parts = kernel.initial_state(zero, zero, temperature, mass, [1])
-    if any(part.shape != (1, 1) for part in parts):
+    needs = kernel.needs
+    zero = torch.zeros(1, 2, dtype=torch.float64)  # of two coordinates, as a dynamics may need more than one
+    noise = zero.expand(needs.noise_shape(zero.shape))
+    parts = kernel.init(zero, noise, temperature=temperature, inverse_mass=mass, sizes=[2])
+    if any(part.shape != zero.shape for part in parts):
         return None
-    k = len(parts)
+    k, n = len(parts), needs.noises
 
     def step(rows: Tensor) -> Tensor:
-        state: State = tuple(rows[:, i : i + 1] for i in range(k))
+        both = torch.stack([rows, rows.flip(0)], -1)  # (rows, k + n, 2): other values beside them
+        state: State = both[:, :k].unbind(1)
+        noise = both[:, k] if n == 1 else both[:, k:].transpose(0, 1)
         numbers = {"step_size": step_size, "temperature": temperature, "inverse_mass": mass}
-        return torch.cat(kernel.move(state, curvature * state[0], rows[:, k:], **numbers), 1)
+        evaluated = _evaluated(kernel, state[0], curvature)
+        after = kernel.step(state, curvature * state[0], noise, **numbers, **evaluated)
+        return torch.stack(after, 1)[..., 0]  # (rows, k)
 
-    columns = step(torch.eye(k + 1, dtype=torch.float64)).mT
-    anywhere = torch.randn(8, k + 1, dtype=torch.float64)
+    columns = step(torch.eye(k + n, dtype=torch.float64)).mT
+    anywhere = torch.randn(8, k + n, dtype=torch.float64)
     if not torch.allclose(step(anywhere), anywhere @ columns.mT):
         return None
     return columns[:, :k], columns[:, k:]
+
+
+def _evaluated(kernel: StochasticGradientKernel, position: Tensor, curvature: float = 1.0) -> dict[str, Any]:
+    """What a step gets besides on a Gaussian, if it evaluates again."""
+    if not kernel.needs.second_gradient:
+        return {}
+
+    def gradient_at(position: Tensor) -> tuple[Tensor, Tensor]:
+        return curvature * position.square().sum(-1) / 2, curvature * position
+
+    return {"energy": gradient_at(position)[0], "gradient_at": gradient_at}
 
 
 def _radius(step: tuple[Tensor, Tensor]) -> float:

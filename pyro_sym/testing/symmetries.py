@@ -1,4 +1,4 @@
-"""The contract of a symmetry, law by law."""
+"""The contract of a group, law by law."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from pyro_sym.errors import SymmetryError
 from pyro_sym.search.check import check_symmetry
-from pyro_sym.symmetry.base import Element, Symmetry, length, map_element
-from pyro_sym.symmetry.flat import leaves
+from pyro_sym.symmetry.base import Element, FiniteGroup, Group, distance, leaves, length, map_element
 from pyro_sym.testing.laws import FAILURE_RATE, compare, require, try_laws
 
 __all__ = ["check_symmetry_contract"]
@@ -27,7 +26,7 @@ ELSEWHERE = "_a_site_that_the_symmetry_does_not_name"
 
 
 def check_symmetry_contract(
-    symmetry: Symmetry,
+    symmetry: Group,
     values: Mapping[str, Tensor],
     *,
     num_elements: int = 20,
@@ -36,9 +35,9 @@ def check_symmetry_contract(
     model_kwargs: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> None:
-    r"""Check that a symmetry keeps the contract of :class:`~pyro_sym.Symmetry`.
+    r"""Check that a group keeps the contract of :class:`~pyro_sym.Group` or :class:`~pyro_sym.FiniteGroup`.
 
-    With elements :math:`g, h, k` from :meth:`~pyro_sym.Symmetry.sample` and values :math:`v`, that
+    With elements :math:`g, h, k` from :meth:`~pyro_sym.Group.sample` and values :math:`v`, that
 
     .. math::
 
@@ -50,11 +49,13 @@ def check_symmetry_contract(
     and no others, without a change of volume (where at most 500 values are moved); that an absent site is a
     :class:`~pyro_sym.SymmetryError`. Of up to 5,040 elements, that ``elements`` lists each once, the identity
     first, and every one of ``exp(log_order)`` maps equally often, that ``sample`` is uniform on them, and (up
-    to 400) that the generators generate them. Larger groups are seen to be sampled uniformly in part: each
-    entry of an element has to have the same law before and after a generator is applied.
+    to 400) that the generators generate them. Larger groups and continuous ones are checked for uniform
+    samples in part: each entry of an element has to have the same law before and after a generator is
+    applied. Where the group has a ``closest``, that it undoes :math:`g` on :math:`g \cdot v`, and that no
+    sampled element brings noisy draws closer, under random variances.
 
     Args:
-        symmetry: the symmetry.
+        symmetry: the group.
         values: a tensor a site, of the site's own shape, without batch dims. Their entries should differ, as
             random ones do.
         num_elements: how many elements are tried at once.
@@ -89,6 +90,7 @@ def check_symmetry_contract(
         _lists_its_elements,
         _samples_uniformly,
         _is_generated,
+        _finds_the_closest,
     ]
     case = _Case(symmetry, dict(values), num_elements)
     try_laws(repr(symmetry), laws, seed, case)
@@ -103,7 +105,7 @@ def check_symmetry_contract(
 class _Case:
     """A symmetry, native values, and how many elements to try."""
 
-    symmetry: Symmetry
+    symmetry: Group
     values: dict[str, Tensor]
     count: int
 
@@ -121,7 +123,13 @@ class _Case:
     @cached_property
     def listed(self) -> Tensor | None:
         """The elements of such a group as rows of numbers; some of them may act alike."""
-        return None if self.order is None else _matrix(self.symmetry.elements(self.values))
+        return None if self.order is None else _matrix(self.finite.elements(self.values))
+
+    @property
+    def finite(self) -> FiniteGroup:
+        """The group, where it has elements to list."""
+        assert isinstance(self.symmetry, FiniteGroup)
+        return self.symmetry
 
     def sample(self) -> Element:
         return self.symmetry.sample(self.values, (self.count,))
@@ -327,15 +335,60 @@ def _samples_uniformly(case: _Case) -> None:
             _matrix(before).unbind(1), _matrix(symmetry.compose(repeated, after)).unbind(1), strict=True
         )
         for entry, pair in enumerate(columns):
-            kinds, places = torch.cat(pair).unique(return_inverse=True)
+            if symmetry.is_finite:
+                kinds, places = torch.cat(pair).unique(return_inverse=True)
+            else:  # ten equally likely intervals of a continuous entry
+                kinds = torch.cat(pair).quantile(torch.linspace(0.1, 0.9, 9, dtype=torch.float64)).unique()
+                places = torch.bucketize(torch.cat(pair), kinds)
+                kinds = torch.arange(len(kinds) + 1)
             both = torch.stack([part.bincount(minlength=len(kinds)) for part in places.split(2_000)])
             first, second = both.double()
-            chance = chdtrc(max(1, len(kinds) - 1), float(((first - second) ** 2 / (first + second)).sum()))
+            terms = ((first - second) ** 2 / (first + second)).nan_to_num()
+            chance = chdtrc(max(1, len(kinds) - 1), float(terms.sum()))
             case.require(
                 chance > FAILURE_RATE / (4 * _matrix(before).shape[1]),
                 f"sample() is not uniform: entry {entry} of its elements has another law after {name} "
                 f"(p = {chance:.1g})",
             )
+
+
+def _finds_the_closest(case: _Case) -> None:
+    """closest() and margin()."""
+    group = case.symmetry
+    if not group.axes or not all(case.values[site].is_floating_point() for site in group.axes):
+        return
+    mean = {site: case.values[site].double() for site in group.axes}
+    moved = group.act(case.sample(), {site: value.unsqueeze(0) for site, value in mean.items()})  # (M, ...)
+    noisy = {site: value + 0.3 * torch.randn_like(value) for site, value in moved.items()}
+    variance = group.pool_variance({site: 0.5 + torch.rand_like(value) for site, value in mean.items()})
+    try:
+        undone = group.act(group.closest(moved, mean, variance), moved)
+    except SymmetryError:
+        return  # it can't be aligned
+    everywhere = {site: value.expand_as(moved[site]) for site, value in mean.items()}
+    case.law("closest() does not undo g on g · v", undone, everywhere)
+    others = {site: value.unsqueeze(0) for site, value in noisy.items()}
+    others = group.act(group.sample(case.values, (100, case.count)), others)  # (100, M, ...)
+    images = group.act(group.closest(noisy, mean, variance), noisy)
+    found, best = distance(images, mean, variance), distance(others, mean, variance, 2).amin(0)
+    excess = float((found - best).max())
+    case.require(
+        excess <= 1e-8 * (1 + float(best.max())),
+        f"closest() leaves a draw where a sampled element brings it closer by {excess:.4g} in squared distance",
+    )
+    margin = group.margin(images, mean, variance)
+    case.require(
+        margin.shape == found.shape and (margin >= -1e-8).all(),
+        f"margin() has to give a number >= 0 for each draw, of shape {tuple(found.shape)}; it gives shape "
+        f"{tuple(margin.shape)} and a least value of {float(margin.min()):.4g}",
+    )
+    first, *rest = mean
+    if rest:
+        ignoring = {**variance, first: torch.full_like(mean[first], math.inf)}
+        elsewhere = {**noisy, first: torch.randn_like(noisy[first])}
+        one, two = (group.act(group.closest(d, mean, ignoring), d) for d in (noisy, elsewhere))
+        what = f"closest() depends on site {first!r} where its variance is infinite"
+        case.law(what, {site: two[site] for site in rest}, {site: one[site] for site in rest})
 
 
 def _is_generated(case: _Case) -> None:
@@ -367,7 +420,7 @@ def _is_generated(case: _Case) -> None:
 
 def _marks(case: _Case) -> Tensor:
     """A number for every listed element, the same for those that act alike on the values."""
-    symmetry, elements = case.symmetry, case.symmetry.elements(case.values)
+    symmetry, elements = case.finite, case.finite.elements(case.values)
     total = length(elements)
     weights = {site: torch.rand(case.values[site].shape, dtype=torch.float64) for site in symmetry.axes}
     marks = torch.zeros(total, dtype=torch.float64)
@@ -375,7 +428,8 @@ def _marks(case: _Case) -> Tensor:
         rows = slice(start, start + MARKED_AT_ONCE)
         images = symmetry.act(_at(rows, elements), case.rows)
         for site, weight in weights.items():
-            marks[rows] += (images[site].double() * weight).flatten(1).sum(1)
+            weighted = images[site].double() * weight
+            marks[rows] += weighted.reshape(len(weighted), -1).sum(1)
     return (marks / (1e-8 * (1 + marks.abs().max()))).round()
 
 

@@ -10,11 +10,10 @@ import torch
 from pyro.ops.stats import split_gelman_rubin
 from torch import Tensor
 
-from pyro_sym import Alignment, Permutation, Product, SignFlip, Symmetry, Viewed, align
-from pyro_sym.alignment.descent import Descent
+from pyro_sym import Alignment, Group, Orthogonal, Permutation, Product, SignFlip, Symmetry, Viewed, align
 from pyro_sym.errors import SymmetryError
-from pyro_sym.symmetry.base import Element, map_element
-from pyro_sym.symmetry.flat import leaves
+from pyro_sym.symmetry.base import Element, leaves, map_element
+from pyro_sym.symmetry.blocks import Units
 
 UNITS = {"locs": -2, "weights": -1, "out": -1}
 SIGNED = {"locs": -2, "out": -1}
@@ -382,7 +381,7 @@ def test_costs_in_chunks_are_the_same_costs(monkeypatch: pytest.MonkeyPatch) -> 
     draws, symmetry = layer(50)
     moved, _ = scrambled(draws, symmetry)
     whole = align(moved, symmetry)
-    monkeypatch.setattr(sys.modules[Descent.__module__], "MAX_COST_ENTRIES", 700)
+    monkeypatch.setattr(sys.modules[Units.__module__], "MAX_COST_ENTRIES", 700)
     chunked = align(moved, symmetry)
     assert all(torch.equal(a, b) for a, b in zip(whole.elements, chunked.elements, strict=True))
 
@@ -399,12 +398,16 @@ class _Other(SignFlip):
     """A symmetry that ``align`` knows, under a name of its own."""
 
 
-def test_subclasses_are_known_and_strangers_refused() -> None:
-    methods = {name: lambda self, *args: None for name in Symmetry.__abstractmethods__}
-    stranger = type("Stranger", (Symmetry,), {**methods, "axes": {"x": (-1,)}})()
+class _Unable(Orthogonal):
+    """A continuous group that doesn't say which element is closest."""
+
+    closest = Group.closest
+
+
+def test_subclasses_are_known_and_groups_without_closest_refused() -> None:
     assert align({"x": torch.randn(5, 2)}, _Other({"x": -1})).converged
-    with pytest.raises(SymmetryError, match="Permutation, SignFlip and products"):
-        align({"x": torch.randn(5, 2)}, stranger)
+    with pytest.raises(SymmetryError, match=r"_Unable\({'x': -1}\) can't be aligned, .* define closest\(\)"):
+        align({"x": torch.randn(5, 2)}, _Unable({"x": -1}))
 
 
 GOOD = torch.randn(6, 3)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_sym import Alignment, Permutation, Product, SignFlip, Symmetry, Viewed, align
-from pyro_sym.alignment.assignment import assign, second_best
+from pyro_sym.symmetry.assignment import assign, second_best
 from pyro_sym.symmetry.base import map_element
 from tests.alignment.test_by_values import noisy, scrambled
 from tests.conftest import Z_LIMIT

@@ -1,4 +1,4 @@
-"""Temperatures along principal directions: what a mean hides, and what is no fault."""
+"""Temperatures along principal directions: errors that a mean hides, and correct draws that pass."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_refusals() -> None:
         directional_temperatures(u[:10], u[:10])
     with pytest.raises(ValueError, match="max_directions=0"):
         directional_temperatures(u, u, max_directions=0)
-    with pytest.raises(ValueError, match="all alike"):
+    with pytest.raises(ValueError, match="are all equal"):
         directional_temperatures(torch.ones(40, 2), u)
     u[3] = math.nan
     with pytest.raises(ValueError, match="draws are not finite, first at 3"):

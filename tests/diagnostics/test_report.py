@@ -1,8 +1,9 @@
-"""The report: what is a matter of labels is told from what is not, on runs whose answer is known."""
+"""The report on runs with known answers: report, convergence, labels, temperatures and plots."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from pyro_sym.diagnostics import (
 )
 from pyro_sym.diagnostics.labels import CONFIDENCE
 from pyro_sym.diagnostics.temperatures import mean_band
+from tests.catalogue import mixture, normals
 
 SIGNED = Product(Permutation({"into": -1, "out": -1}), SignFlip({"into": -1, "out": -1}))
 INPUTS = torch.linspace(-1, 1, 15).reshape(5, 3)
@@ -205,8 +207,7 @@ def test_the_right_temperature_is_not_taken_for_heat(kind: Any) -> None:
     assert float(mcmc._chains.momentum.square().mean()) > 1.2  # type: ignore[union-attr]
 
 
-def wide() -> None:
-    pyro.sample("x", dist.Normal(torch.zeros(2_000), 1.0).to_event(1))
+wide = normals({"x": (2_000,)})
 
 
 def test_bands_hold_for_few_autocorrelated_draws() -> None:
@@ -269,23 +270,16 @@ def test_schedules_have_no_one_band() -> None:
     assert again["kinetic_low"].notna().all()
 
 
-def mixture(y: Tensor) -> None:
-    with pyro.plate("component", 2):
-        locs = pyro.sample("locs", dist.Normal(0.0, 3.0))
-    with pyro.plate("data", len(y)):
-        both = dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), dist.Normal(locs, 1.0))
-        pyro.sample("y", both, obs=y)
-
-
 @pytest.mark.filterwarnings("ignore:the labels of")  # the guide has not been trained
 def test_guide_with_gain_and_discrepancy() -> None:
     y = torch.tensor([-2.0, -1.5, 1.0, 2.5])
-    guide = AutoSymmetrized(AutoNormal(mixture), Permutation({"locs": -1}))
+    model = partial(mixture, k=2, allocations=False, equal_weights=True)  # no arguments by position
+    guide = AutoSymmetrized(AutoNormal(model), Permutation({"locs": -1}))
     guide(y)
     data = from_pyro_svi(guide, args=(y,), num_samples=60)
     gain = guide.symmetry_gain(y, num_samples=20)
     draws = {"locs": torch.from_numpy(data["posterior"]["locs"].values)}
-    stein = kernel_stein_discrepancy(*unconstrained_score(mixture, draws, y, group_by_chain=True))
+    stein = kernel_stein_discrepancy(*unconstrained_score(model, draws, y, group_by_chain=True))
     found = report(data, gain=gain, discrepancy=stein)
     assert found.gain is not None and found.discrepancy is not None
     assert found.gain.loc["gain", "log_order"] == pytest.approx(math.log(2))
@@ -315,7 +309,7 @@ def test_refusals(network: Any) -> None:
         report(network, var_names=["absent"])
     with pytest.raises(ValueError, match="max_coordinates=0"):
         report(network, max_coordinates=0)
-    with pytest.raises(ValueError, match="no variable to look at"):
+    with pytest.raises(ValueError, match="no variable with coordinates"):
         report(network, var_names=[])
     one = from_pyro({"x": torch.randn(1, 20)})
     assert "no R-hat" in report(one).notes[0]
@@ -354,9 +348,9 @@ def test_refusals_of_plots(network: Any) -> None:
         plot_temperatures(network)
     with pytest.raises(ValueError, match="nothing was aligned"):
         plot_orbit(from_pyro({"x": torch.zeros(1, 4)}), "x")
-    with pytest.raises(ValueError, match="select all but the units'"):
+    with pytest.raises(ValueError, match="select along all but that of the units"):
         plot_orbit(network, "into")
-    with pytest.raises(ValueError, match="they must be alike"):
+    with pytest.raises(ValueError, match="they must be equal"):
         plot_orbit(network, "out", "prediction")
     with pytest.raises(KeyError, match="no variable 'absent'"):
         plot_orbit(network, "absent")

@@ -1,7 +1,7 @@
 """Runs that are killed: ``python -m tests.draws.store_runs FOLDER KILLS``.
 
-It leaves the results of a run that was let be in ``whole.pt``, and of others in ``killed0.pt`` and so on. All
-is imported once; each run is a fork of a process that has run nothing itself.
+It saves the results of an uninterrupted run in ``whole.pt``, and those of killed and resumed runs in
+``killed0.pt`` and so on. Each run is a fork of this process, so modules are imported once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import zarr  # noqa: F401
 from torch import Tensor
 
 from pyro_sym.sgmcmc.chains import Chains
-from pyro_sym.sgmcmc.kernels import BAOA
 from pyro_sym.sgmcmc.preconditioners import PerSite
+from pyro_sym.sgmcmc.underdamped import BAOA
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC
 
 
@@ -44,7 +44,7 @@ def results(mcmc: VectorizedMCMC) -> dict[str, Any]:
 
 
 def run(store: Path, target: Path, seed: int, begun: int) -> None:
-    """One run in one process, to the end; a byte is written when its steps begin."""
+    """Run to the end; a byte is written to ``begun`` when the steps begin."""
     pyro.set_rng_seed(seed)
     data = torch.Generator().manual_seed(0)
     x, y = (torch.randn(*shape, generator=data) for shape in ((20, 3), (20,)))
@@ -67,7 +67,7 @@ def run(store: Path, target: Path, seed: int, begun: int) -> None:
 def fork(
     store: Path, target: Path, seed: int, seconds: float | None = None, among_steps: bool = False
 ) -> bool:
-    """Run in a process of its own, killed seconds after its start or its first step; whether it ended."""
+    """Run in a forked process, killed some seconds after its start or first step; whether it ended itself."""
     heard, begun = os.pipe()
     child = os.fork()
     if child == 0:
@@ -87,7 +87,7 @@ def fork(
 
 
 def main(folder: Path, kills: int) -> None:
-    """The run as it would be, and runs that are killed and resumed until all kills are spent."""
+    """An uninterrupted run, then runs that are killed and resumed until no kills are left."""
     begun = time.perf_counter()
     assert fork(folder / "whole.zarr", folder / "whole.pt", seed=1)
     seconds = time.perf_counter() - begun

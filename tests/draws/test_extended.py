@@ -1,4 +1,4 @@
-"""A stored run with more draws: those that were there stay, and the others are those of one long run."""
+"""A stored run that is extended: old draws stay, and new ones are those of a single long run."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 import xarray as xr
 
 from pyro_sym import open_run
-from pyro_sym.draws import store
+from pyro_sym.draws import files
 from pyro_sym.sgmcmc.chains import Chains
-from pyro_sym.sgmcmc.kernels import SGHMC
 from pyro_sym.sgmcmc.preconditioners import PerSite
 from pyro_sym.sgmcmc.schedules import Cyclical
+from pyro_sym.sgmcmc.underdamped import SGHMC
 from tests.draws.test_store import CASES, Crash, crash_at, crashed, inject_nan, kernel, results, run, same
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 
 def equal(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    """Draws and the next random number to the bit, statistics to rounding: their blocks have other sizes."""
+    """Draws and the next random number bit for bit, statistics up to rounding, as their blocks differ."""
     torch.testing.assert_close(ours["stats"], theirs["stats"], rtol=1e-12, atol=1e-12)
     return same(ours["samples"], theirs["samples"]) and same(ours["next"], theirs["next"])
 
@@ -46,8 +46,8 @@ def test_defaults_are_those_of_the_run_that_is_extended(options: dict[str, Any],
     assert same(results(extended)["samples"], results(run(kernel()))["samples"])
 
 
-def test_learnt_masses_and_momenta_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: without either, the bits are others."""
+def test_learnt_masses_and_momenta_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: without either, the draws differ."""
 
     def sghmc() -> Any:
         return kernel(SGHMC, preconditioner=PerSite())
@@ -90,7 +90,7 @@ def test_extended_twice_and_with_a_crash(tmp_path: Path) -> None:
 
 def test_a_crash_at_any_file_of_an_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = results(run(kernel(), store=tmp_path / "whole"))
-    replacing, left = store._replacing, 0
+    replacing, left = files.replacing, 0
 
     def crashing(path: Path) -> Any:
         nonlocal left
@@ -101,10 +101,10 @@ def test_a_crash_at_any_file_of_an_extension(tmp_path: Path, monkeypatch: pytest
 
     run(kernel(), store=tmp_path / "run", num_samples=5)
     sizes = []
-    for files in range(40):
-        left = files
+    for count in range(40):
+        left = count
         with monkeypatch.context() as patch:
-            patch.setattr(store, "_replacing", crashing)
+            patch.setattr(files, "replacing", crashing)
             crash_at(patch, 0)
             with pytest.raises(Crash):
                 run(kernel(), store=tmp_path / "run", resume=True)

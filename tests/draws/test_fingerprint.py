@@ -1,4 +1,7 @@
-"""What is the same has the same words in every process; what makes another run has others."""
+"""Equal values have equal words in every process; what makes a different run has different words.
+
+Covers ``fingerprint``, ``value_reader``, ``referenced_code`` and ``identity``.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +33,11 @@ from pyro.nn import PyroModule, PyroSample
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
 
-from pyro_sym.draws import fingerprint as module
-from pyro_sym.draws.fingerprint import Fingerprint, fingerprint
-from pyro_sym.draws.identity import start_identified
+from pyro_sym.draws import value_reader
+from pyro_sym.draws.fingerprint import MAX_WORDS, Fingerprint, fingerprint
 from pyro_sym.nn import BayesianModule, Categorical, IIDPrior
 from pyro_sym.sgmcmc.preconditioners import RMSprop
 from pyro_sym.sgmcmc.schedules import Cyclical
-from tests.draws.test_store import crashed, kernel, run
 from tests.sgmcmc import maps
 
 
@@ -84,7 +85,7 @@ SCALE, TABLE = 1.0, {"a": torch.ones(2)}
 
 
 class Model:
-    """A model with numbers in every place that Python has for them."""
+    """A model with numbers in attributes, class attributes and global variables."""
 
     shift = 0.0
 
@@ -298,7 +299,7 @@ def everything() -> list[Any]:
 
 
 def test_words_are_the_same_in_another_process() -> None:
-    """With another seed of Python's hashes, which order sets."""
+    """With another seed of Python's hashes, which determine the order of sets."""
     code = "from tests.draws.test_fingerprint import *; print(words(everything()))"
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     environment = {**os.environ, "PYTHONHASHSEED": seed}
@@ -385,7 +386,7 @@ def test_installed_packages_are_known_by_name() -> None:
 def test_few_places_are_named_and_all_count() -> None:
     values = [[float(i + j) for i in range(5)] for j in range(1000)]
     for j in (0, 999):
-        assert len(words(values)) <= module.MAX_WORDS
+        assert len(words(values)) <= MAX_WORDS
         assert list(change(values, lambda j=j: values[j].__setitem__(3, -1.0))) == ["value"]  # type: ignore[misc]
 
 
@@ -399,7 +400,7 @@ def test_parameters_that_are_sampled_make_no_difference() -> None:
 
 
 def test_a_distribution_is_the_same_after_it_was_used() -> None:
-    """Distributions keep what they have computed once."""
+    """Distributions cache properties."""
     fresh, used = (
         [
             dist.Categorical(logits=torch.tensor([0.1, 0.9])),
@@ -447,30 +448,30 @@ def numbers() -> Iterator[int]:
     yield 1
 
 
-def test_what_can_not_be_read_is_said(tmp_path: Path) -> None:
+def test_what_can_not_be_read_is_a_doubt(tmp_path: Path) -> None:
     with (tmp_path / "data").open("w") as file:
         doubts = fingerprint({"model": Model(file=file, rows=[numbers()], text=io.StringIO("a"))}).doubts
     assert doubts == ["model.file: a _io.TextIOWrapper", "model.rows[0]: a builtins.generator"]
 
 
-def test_what_is_too_large_or_too_deep_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_OBJECTS", 100)
+def test_what_is_too_large_or_too_deep_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(value_reader, "MAX_OBJECTS", 100)
     (doubt,) = fingerprint({"model": [[i] for i in range(1000)]}).doubts
     assert doubt == "model[100] and what comes after it: too much to read"
     deep: list[Any] = []
     for _ in range(500):
         deep = [deep]
     assert len(fingerprint({"model": deep}).doubts) == 1
-    monkeypatch.setattr(module, "MAX_BYTES", 100)
+    monkeypatch.setattr(value_reader, "MAX_BYTES", 100)
     many = {"a": torch.zeros(5), "b": np.zeros(11), "c": torch.zeros(99)}
     assert fingerprint({"model": many}).doubts == ["model['b'] and what comes after it: too much to read"]
 
 
 def test_large_tensors_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LARGE", 1)
+    monkeypatch.setattr(value_reader, "LARGE", 1)
     large = torch.zeros(4)
     first = fingerprint({"data": large})
-    monkeypatch.setattr(module, "_bytes", None)
+    monkeypatch.setattr(value_reader, "_bytes", None)
     assert fingerprint({"data": large}, first).words() == first.words()
     large.add_(1)
     with pytest.raises(TypeError):  # it is read again
@@ -482,74 +483,3 @@ def test_it_is_quick() -> None:
     began = time.perf_counter()
     assert isinstance(fingerprint({"model": [bayesian(), Model()]}), Fingerprint)
     assert time.perf_counter() - began < 1.0
-
-
-# --- a run's identity ---------------------------------------------------------------------------------------
-
-
-class Counting:
-    def __init__(self) -> None:
-        self.calls, self.seen = 0, {}  # type: ignore[var-annotated]
-
-    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        self.calls += 1
-        self.seen["x"] = x
-        pyro.sample("m", dist.Normal(pyro.param("loc", torch.tensor(1.0)), 1.0))
-
-
-def test_what_a_model_changes_itself_is_said_and_not_compared(tmp_path: Path) -> None:
-    model = Counting()
-    for resume, calls in ((False, 0), (True, 30)):
-        with pytest.warns(UserWarning, match=r"changes model.calls(, model.seen)? as it runs"):
-            run(kernel(model=model), store=tmp_path / "run", resume=resume)
-        assert model.calls > calls
-
-
-def test_parameters_of_the_param_store_are_compared(tmp_path: Path) -> None:
-    pyro.clear_param_store()
-
-    def model(x: torch.Tensor, y: torch.Tensor) -> None:
-        pyro.sample("m", dist.Normal(pyro.param("loc", torch.tensor(1.0)), 1.0))
-
-    pyro.param("another", torch.tensor(0.0))
-    crashed(tmp_path / "run", kernel(model=model), 10)
-    pyro.get_param_store()["another"] = torch.tensor(1.0)
-    run(kernel(model=model), store=tmp_path / "run", resume=True)
-    pyro.get_param_store()["loc"] = torch.tensor(2.0)
-    with pytest.raises(ValueError, match=r"pyro.param\('loc'\) was float32 tensor of shape \(\) 1.0"):
-        run(kernel(model=model), store=tmp_path / "run", resume=True)
-    pyro.clear_param_store()
-
-
-def test_an_open_file_is_warned_of(tmp_path: Path) -> None:
-    with (tmp_path / "data").open("w") as file:
-
-        def model(x: torch.Tensor, y: torch.Tensor) -> None:
-            pyro.sample("m", dist.Normal(0.0, 1.0 if file.closed else 2.0))
-
-        for resume in (False, True):
-            with pytest.warns(
-                UserWarning, match=r"reaches what can't be read: model: variable file: a _io.Text"
-            ):
-                run(kernel(model=model), store=tmp_path / "run", resume=resume)
-
-
-@pytest.mark.parametrize("part", ["attribute", "global"])
-def test_another_model_is_refused(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the same model, made anew, goes on."""
-    sampler = {"model": Model(), "num_samples": 9}
-
-    def start(model: Model) -> None:
-        chains, identity = start_identified(lambda: kernel(model=model).start(), {"model": model}, {})
-        assert identity.differences(first.record()) == expected, chains
-
-    _, first = start_identified(lambda: kernel(model=sampler["model"]).start(), {"model": Model()}, {})
-    expected: list[str] = []
-    start(Model())
-    if part == "attribute":
-        expected = ["model.loc was 0.0 when it was started and is 100.0 now"]
-        start(Model(100.0))
-    else:
-        monkeypatch.setattr(sys.modules[__name__], "SCALE", 2.0)
-        expected = ["model.__class__.__call__: global SCALE was 1.0 when it was started and is 2.0 now"]
-        start(Model())

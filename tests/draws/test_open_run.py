@@ -1,4 +1,7 @@
-"""Stored draws read by others: while they are written, after a crash, and when files are damaged."""
+"""Stored draws read by others: while they are written, after a crash, and when files are damaged.
+
+Covers ``open_run``, ``readable`` and ``reader``.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def values(tree: Any, group: str, name: str) -> torch.Tensor:
 # --- what is read -------------------------------------------------------------------------------------------
 
 
-def test_a_stored_run_reads_as_the_run_does(tmp_path: Path) -> None:
+def test_a_stored_run_has_the_draws_of_the_run(tmp_path: Path) -> None:
     sampler, seen = run(kernel(), store=tmp_path / "run"), open_run(tmp_path / "run")
     assert (seen.num_chains, seen.num_samples, seen.total, seen.finished) == (2, 9, 9, True)
     assert seen.sites == ["net/slope", "scale"] and seen.sampling_time == sampler.sampling_time
@@ -200,7 +203,7 @@ SCALE, SLOPE, DIVERGING = (
 def test_damaged_chunks_are_named(
     chunk: str, damage: Callable[[Path], None], what: str, tmp_path: Path
 ) -> None:
-    """Negative control: an unharmed store reads."""
+    """Negative control: the undamaged store can be read."""
     sampler = run(kernel(), store=tmp_path / "run")
     open_run(tmp_path / "run").get_samples()
     damage(tmp_path / "run" / chunk)
@@ -214,7 +217,7 @@ def test_damaged_chunks_are_named(
         mcmc(kernel(), store=tmp_path / "run", resume=True), from_pyro(tmp_path / "run")
 
 
-def test_draws_to_come_are_not_missed(tmp_path: Path) -> None:
+def test_draws_that_are_not_taken_yet_are_no_damage(tmp_path: Path) -> None:
     crashed(tmp_path / "run", kernel(), 12)
     assert not (tmp_path / "run" / "posterior/scale/c/0/2").exists()
     assert open_run(tmp_path / "run").get_samples()["scale"].shape == (12,)
@@ -240,7 +243,7 @@ def test_a_damaged_record_is_named_and_the_draws_are_read(
     assert open_run(tmp_path / "run").finished
 
 
-def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
+def test_other_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no store of draws at .*nothing"):
         open_run(tmp_path / "nothing")
     (tmp_path / "folder").mkdir()
@@ -285,7 +288,7 @@ def test_stores_without_checksums_are_read_and_not_resumed(
     assert not (old / "sample_stats/diverging/c").exists()
     assert same(open_run(old).get_samples(), sampler.get_samples())
     assert from_pyro(old)["posterior"].sizes["draw"] == 9
-    with pytest.raises(ValueError, match=r"has format 1, this version .* goes on with 2"):
+    with pytest.raises(ValueError, match=r"has format 1, this version .* resumes format 2"):
         run(kernel(), store=old, resume=True)
 
 
@@ -316,7 +319,7 @@ def test_local_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]:
         sampler = mcmc(kernel(), store=given, num_samples=2, warmup_steps=0)
         with monkeypatch.context() as elsewhere:
-            elsewhere.chdir("/")  # a run goes on where it was to be
+            elsewhere.chdir("/")  # a relative path is resolved at the start
             pyro.set_rng_seed(1)
             sampler.run(X, Y)
         assert (path / "state.pt").is_file() and open_run(given).finished  # type: ignore[arg-type]
@@ -357,6 +360,6 @@ def test_sites_that_share_a_variable_are_refused(names: list[str], message: str,
 
 def test_a_site_without_values(tmp_path: Path) -> None:
     def chunks(shape: tuple[int, ...]) -> tuple[int, ...]:
-        return store._chunks(store.Variable("posterior", "w", shape, (), torch.zeros(()).numpy().dtype), 5)
+        return store.Variable("posterior", "w", shape, (), torch.zeros(()).numpy().dtype).chunks(5)
 
     assert chunks((2, 100, 0)) == (2, 5, 1)

@@ -1,4 +1,7 @@
-"""Draws on disk: a run that dies goes on to the very bits of one that didn't, and its store can be read."""
+"""Draws on disk: a run that dies is resumed bit for bit, and its store can be read.
+
+Covers ``store``, ``on_disk``, ``files`` and ``memory``.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,20 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_sym import from_pyro
-from pyro_sym.draws import store
+from pyro_sym.draws import files, on_disk, store
 from pyro_sym.draws.reader import StoredArrays
 from pyro_sym.errors import DivergenceError
 from pyro_sym.model import gradient
 from pyro_sym.model.minibatch import Loader, PlateRows
-from pyro_sym.sgmcmc.chains import Chains, _Ahead
-from pyro_sym.sgmcmc.kernel import StochasticGradientKernel
-from pyro_sym.sgmcmc.kernels import BAOA, SGHMC, SGLD, SGNHT
+from pyro_sym.sgmcmc.chains import Chains
+from pyro_sym.sgmcmc.nose_hoover import SGNHT
+from pyro_sym.sgmcmc.overdamped import SGLD
 from pyro_sym.sgmcmc.preconditioners import PerSite, RMSprop
+from pyro_sym.sgmcmc.prefetch import Prefetcher
+from pyro_sym.sgmcmc.pyro_driver import StochasticGradientKernel
 from pyro_sym.sgmcmc.schedules import Cyclical
 from pyro_sym.sgmcmc.step_blocks import FusedSteps
+from pyro_sym.sgmcmc.underdamped import BAOA, SGHMC
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC
 from tests.draws.store_runs import results
 
@@ -50,7 +56,7 @@ def regression(x: Tensor, y: Tensor) -> None:
 
 
 def many_rows(x: Tensor, y: Tensor) -> None:
-    """Of a plate as large as this, the rows of several steps are drawn at once."""
+    """The plate is so large that the rows of several steps are drawn at once."""
     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
     with pyro.plate("rows", 6_000, subsample_size=5) as rows:
         pyro.sample("y", dist.Normal(slope * x[rows % len(x)], 1.0), obs=y[rows % len(x)])
@@ -67,7 +73,7 @@ def loader(**options: Any) -> DataLoader[Any]:
 
 
 class LazilyShuffled:
-    """Draws its next row when it is asked for it."""
+    """Draws each row when it is needed."""
 
     def __iter__(self) -> Any:
         left = list(range(len(X)))
@@ -90,7 +96,7 @@ def run(sgmcmc: StochasticGradientKernel, *, seed: int = 1, **options: Any) -> V
 
 
 class Crash(BaseException):
-    """The end of a process, as far as one can have it within a process."""
+    """The end of a process, simulated within it."""
 
 
 def crash_at(monkeypatch: pytest.MonkeyPatch, draw: int, do: Callable[[], None] | None = None) -> None:
@@ -109,10 +115,10 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, draw: int, do: Callable[[], None] 
 
 
 def crashed(path: Path, sgmcmc: StochasticGradientKernel, draw: int, **options: Any) -> None:
-    """A run that ends before a draw (counted with the warm-up), with nothing written afterwards."""
+    """Crash a run before a draw (counted with the warm-up); nothing is written afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         crash_at(patch, draw)
-        patch.setattr(store.DrawsOnDisk, "__exit__", lambda self, *_: self._store.close())
+        patch.setattr(on_disk.DrawsOnDisk, "close", lambda self: self._store.close())
         with pytest.raises(Crash):
             run(sgmcmc, store=path, **options)
 
@@ -123,7 +129,7 @@ def same(ours: Any, theirs: Any) -> bool:
 
 
 def kernel(kind: type[Any] = BAOA, model: Any = regression, **options: Any) -> StochasticGradientKernel:
-    """One that starts quickly: nothing is traced."""
+    """A kernel that starts quickly: nothing is traced."""
     made: StochasticGradientKernel = kind(model, **{"step_size": 0.01, "jit": "eager", **options})
     return made
 
@@ -154,7 +160,7 @@ CASES: dict[str, Callable[[], StochasticGradientKernel]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_that_crashed_goes_on_to_the_same_bits(case: str, tmp_path: Path) -> None:
+def test_a_run_that_crashed_is_resumed_bit_for_bit(case: str, tmp_path: Path) -> None:
     expected = results(run(CASES[case](), store=tmp_path / "whole"))
     for draw in (4, 10):  # in the warm-up, and after it
         path = tmp_path / f"crashed{draw}"
@@ -162,7 +168,7 @@ def test_a_run_that_crashed_goes_on_to_the_same_bits(case: str, tmp_path: Path) 
         assert same(results(run(CASES[case](), store=path, resume=True, seed=2)), expected)
 
 
-def test_wherever_it_crashed(tmp_path: Path) -> None:
+def test_a_run_may_crash_at_any_draw(tmp_path: Path) -> None:
     expected = results(run(kernel(), store=tmp_path / "whole"))
     for draw in (0, 3, 5, 6, 8, 13):  # before the first block; at its end; at the end of the warm-up; ...
         path = tmp_path / f"crashed{draw}"
@@ -178,14 +184,16 @@ def test_a_store_changes_nothing(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("forgotten", ["random state", "gradient", "momentum", "epoch", "rows"])
-def test_what_is_forgotten_shows(forgotten: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: each part of the state is needed for the bits to be the same."""
+def test_each_part_of_the_state_is_needed(
+    forgotten: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: without one of them the draws differ."""
     case = {"epoch": "loader", "rows": "rows drawn ahead"}.get(forgotten, "rows")
     expected = results(run(CASES[case](), store=tmp_path / "whole"))
     crashed(tmp_path / "crashed", CASES[case](), 7)
     load = Chains.load_state_dict
     if forgotten == "random state":
-        monkeypatch.setattr(store, "set_random_state", lambda state: None)
+        monkeypatch.setattr(on_disk, "set_random_state", lambda state: None)
     elif forgotten == "gradient":
         forget = {"gradient": torch.zeros(2, 7)}
         monkeypatch.setattr(Chains, "load_state_dict", lambda self, state: load(self, {**state, **forget}))
@@ -203,7 +211,7 @@ def test_what_is_forgotten_shows(forgotten: str, tmp_path: Path, monkeypatch: py
 
 
 def test_runs_killed_at_random_moments(tmp_path: Path) -> None:
-    """By ``kill -9``, in processes of their own; PYRO_SYM_KILLS says how often."""
+    """By ``kill -9``, in separate processes; PYRO_SYM_KILLS says how often."""
     kills = os.environ.get("PYRO_SYM_KILLS", "6")
     command = [sys.executable, "-m", "tests.draws.store_runs", str(tmp_path), kills]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -223,7 +231,7 @@ def test_large_chains_one_after_the_other(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_numbers_drawn_ahead_for_compiled_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the steps of a block taken one by one, as no compiler is needed for that."""
+    """The steps of a block are taken one by one here, which needs no compiler."""
 
     def block(self: FusedSteps, *inputs: Any) -> Any:
         after, energy, slope = self._loop(self.gradient.eager, *inputs)
@@ -239,19 +247,19 @@ def test_numbers_drawn_ahead_for_compiled_steps(tmp_path: Path, monkeypatch: pyt
         crashed(path, compiled(), draw)
         assert len(torch.load(path / "state.pt")["chains"]["ahead"][0]["blocks"]) > 0
         assert same(results(run(compiled(), store=path, resume=True, seed=2)), expected)
-    monkeypatch.setattr(_Ahead, "load_state_dict", lambda self, state, device: None)
+    monkeypatch.setattr(Prefetcher, "load_state_dict", lambda self, state, device: None)
     crashed(tmp_path / "forgotten", compiled(), 10)
     forgotten = results(run(compiled(), store=tmp_path / "forgotten", resume=True))
     assert not same(forgotten["samples"], expected["samples"])
 
 
-def test_a_fallback_is_gone_back_to(tmp_path: Path) -> None:
-    """A model that the graph is wrong for is run anew; after a crash, too."""
+def test_a_fallback_is_restored(tmp_path: Path) -> None:
+    """If a gradient had to fall back to the model itself, it does so after a crash too."""
     chains = CASES["traced"]().start((X, Y))
     state = chains.state_dict()
     state["gradients"] = [{"mode": "eager", "reason": "it branches"}]
     chains.load_state_dict(state)
-    assert isinstance(chains._gradient_of, gradient.Gradient) and chains._gradient_of.mode == "eager"
+    assert isinstance(chains.gradient_of, gradient.Gradient) and chains.gradient_of.mode == "eager"
 
 
 # --- what ends a run ----------------------------------------------------------------------------------------
@@ -345,13 +353,13 @@ def test_a_full_disk_is_named_and_the_store_can_be_read(
     assert same(results(run(kernel(), store=tmp_path / "run", resume=True, seed=2)), expected)
 
 
-def test_a_record_that_cannot_be_written_is_the_disks_fault(tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_written_raises_the_error_of_the_disk(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    store._save({"a": torch.ones(3)}, tmp_path / "state.pt")
+    files.save({"a": torch.ones(3)}, tmp_path / "state.pt")
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
         with pytest.raises(OSError, match="File too large"):
-            store._save({"a": torch.ones(100_000)}, tmp_path / "state.pt")
+            files.save({"a": torch.ones(100_000)}, tmp_path / "state.pt")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
@@ -407,15 +415,16 @@ def test_sites_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_memory_is_that_of_a_block(tmp_path: Path) -> None:
     sampler = run(kernel(), store=tmp_path / "run")
-    assert isinstance(sampler._draws, store.DrawsOnDisk)
+    assert isinstance(sampler._draws, on_disk.DrawsOnDisk)
     assert len(sampler._draws._positions) == 3
-    assert sampler._draws._recorder._blocks == {} and sampler._draws._recorder._pending == []
+    recorder: Any = sampler._draws._recorder
+    assert recorder._blocks == {} and recorder._pending == []
 
 
 def test_chunks_hold_whole_blocks_and_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     def chunks(shape: tuple[int, ...], block: int) -> tuple[int, ...]:
         variable = store.Variable("posterior", "w", shape, (), torch.zeros(()).numpy().dtype)
-        return store._chunks(variable, block)
+        return variable.chunks(block)
 
     assert chunks((2, 100), 5) == (2, 5)
     assert chunks((2, 100, 10, 10), 5) == (2, 5, 10, 10)
@@ -426,62 +435,18 @@ def test_chunks_hold_whole_blocks_and_few_rows(monkeypatch: pytest.MonkeyPatch) 
 
 def test_blocks_are_a_twentieth_of_the_run_or_64_megabytes() -> None:
     chains = kernel().start((X, Y), num_chains=2)
-    assert store.block_of_draws(chains, 1000) == 50
-    assert store.block_of_draws(chains, 7) == 1
-    chains.state = (torch.zeros(2, 1_000_000),)
-    assert store.block_of_draws(chains, 1000) == 4
+    assert on_disk.block_of_draws(chains, 1000) == 50
+    assert on_disk.block_of_draws(chains, 7) == 1
+    chains.shards[0].state = (torch.zeros(2, 1_000_000),)
+    assert on_disk.block_of_draws(chains, 1000) == 4
 
 
 # --- what is refused ----------------------------------------------------------------------------------------
 
 
-def another_model(x: Tensor, y: Tensor) -> None:
-    slope = pyro.sample("net/slope", dist.Normal(torch.zeros(2, 3), 2.0).to_event(2))
-    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
-    with pyro.plate("rows", len(x), subsample_size=5) as rows:
-        pyro.sample("y", dist.Normal(slope.sum() * x[rows], scale), obs=y[rows])
-
-
-def wider_model(x: Tensor, y: Tensor) -> None:
-    slope = pyro.sample("net/slope", dist.Normal(torch.zeros(2, 4), 1.0).to_event(2))
-    pyro.sample("y", dist.Normal(slope.sum() * x, 1.0).to_event(1), obs=y)
-
-
-@pytest.mark.parametrize(
-    ("make", "options", "message"),
-    [
-        (lambda: kernel(model=another_model), {}, "model was regression when .* and is another_model"),
-        (lambda: kernel(model=wider_model), {}, r"its sites was .*\(2, 3\).* and is .*\(2, 4\)"),
-        (lambda: kernel(SGHMC), {}, "kernel was 'BAOA' when it was started and is 'SGHMC' now"),
-        (lambda: kernel(step_size=0.02), {}, "step_size was 0.01 when it was started and is 0.02 now"),
-        (lambda: kernel(friction=2.0), {}, "friction was 1.0 when it was started and is 2.0"),
-        (lambda: kernel(jit="auto"), {}, "jit was 'eager' when it was started and is 'auto'"),
-        (kernel, {"num_chains": 3}, "num_chains was 2 when it was started and is 3"),
-        (kernel, {"thinning": 1}, "thinning was 2 when it was started and is 1"),
-        (kernel, {"warmup_steps": 4}, "warmup_steps was 5 when it was started and is 4"),
-        (kernel, {"store_every": 4}, "store_every was 3 when it was started and is 4"),
-    ],
-)
-def test_another_run_is_refused(
-    make: Callable[[], StochasticGradientKernel], options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    crashed(tmp_path / "run", kernel(), 10)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.name != "lock"}
-    with pytest.raises(ValueError, match=f"run holds another run: .*{message}"):
-        run(make(), store=tmp_path / "run", resume=True, **options)
-    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.name != "lock"}
-    assert after == before
-
-
-def test_other_data_are_refused(tmp_path: Path) -> None:
-    crashed(tmp_path / "run", kernel(), 10)
-    with pytest.raises(ValueError, match=r"args\[1\] was float64 tensor .* and is float64 tensor"):
-        mcmc(kernel(), store=tmp_path / "run", resume=True).run(X, Y + 1)
-
-
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     run(kernel(), store=tmp_path / "run")
-    with pytest.raises(FileExistsError, match="holds a run already; pass resume=True"):
+    with pytest.raises(FileExistsError, match="already holds a run; pass resume=True"):
         run(kernel(), store=tmp_path / "run")
     (tmp_path / "thesis").mkdir()
     with pytest.raises(FileExistsError, match="thesis exists and is no store of draws"):
@@ -522,37 +487,10 @@ def test_two_processes_do_not_write_to_one_store(tmp_path: Path) -> None:
     run(kernel(), store=tmp_path / "run", resume=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "more"), [("torch", ""), ("pyro", ""), ("python", "code has changed can't")]
-)
-def test_other_versions_are_warned_of(name: str, more: str, tmp_path: Path) -> None:
-    crashed(tmp_path / "run", kernel(), 10)
-    record = torch.load(tmp_path / "run" / "state.pt")
-    record["identity"]["versions"][name] = "2.0"
-    torch.save(record, tmp_path / "run" / "state.pt")
-    with pytest.warns(UserWarning, match=rf"begun with {name} 2.0 and goes on with.*{more}"):
-        run(kernel(), store=tmp_path / "run", resume=True)
-    if name == "python":  # whose byte code is another, but not the values that it works on
-        record["identity"]["words"]["model: code"] = "code of another version"
-        torch.save(record, tmp_path / "run" / "state.pt")
-        with pytest.warns(UserWarning, match="begun with python"):
-            run(kernel(), store=tmp_path / "run", resume=True)
-        with pytest.raises(ValueError, match=r"step_size was 0\.01"):
-            run(kernel(step_size=0.02), store=tmp_path / "run", resume=True)
-
-
-def test_another_format_is_refused(tmp_path: Path) -> None:
-    crashed(tmp_path / "run", kernel(), 10)
-    record = torch.load(tmp_path / "run" / "state.pt")
-    torch.save({**record, "format": 99}, tmp_path / "run" / "state.pt")
-    with pytest.raises(ValueError, match="has format 99, this version of pyro_sym goes on with 2"):
-        run(kernel(), store=tmp_path / "run", resume=True)
-
-
 def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="store_every is 0; pass an integer >= 1"):
         mcmc(kernel(), store=tmp_path / "run", store_every=0)
-    with pytest.raises(ValueError, match="about a store, and none is given"):
+    with pytest.raises(ValueError, match="need a store, but none is given"):
         mcmc(kernel(), store_every=None, resume=True)
     monkeypatch.setitem(sys.modules, "zarr", None)
     with pytest.raises(ImportError, match=r"pip install 'pyro-sym\[store\]'"):

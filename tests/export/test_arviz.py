@@ -1,4 +1,4 @@
-"""Test that ArviZ reads, plots, compares and stores the result, on both of its generations."""
+"""ArviZ of both generations reads, plots, compares and stores the result: _arviz.py and api.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import MCMC, NUTS
-from pyro.infer.mcmc import RandomWalkKernel
 from torch import Tensor
 
 from pyro_sym import _arviz, dataset, from_pyro, from_pyro_svi
@@ -202,7 +201,6 @@ def test_random_state_and_divergences_and_short_runs() -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert dataset(data, "log_likelihood")["y"].shape == (1, 2, 30)
     assert "sample_stats" not in groups(data)
-    assert "sample_stats" not in groups(from_pyro(run(RandomWalkKernel(regression), X, COUNTS)))
 
 
 def test_as_many_draws_as_data() -> None:

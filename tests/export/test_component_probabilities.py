@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -11,26 +12,15 @@ import torch
 from torch import Tensor
 
 from pyro_sym import Permutation, align_allocations, allocation_probabilities
+from tests.catalogue import mixture as enumerated
+from tests.catalogue import mixture_allocations
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 Y = torch.tensor([-1.0, 0.5, 2.0, 4.0])
 
 
-def enumerated(y: Tensor) -> None:
-    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
-    locs = pyro.sample("locs", dist.Normal(torch.zeros(3), 3.0).to_event(1))
-    with pyro.plate("data", len(y)):
-        z = pyro.sample("z", dist.Categorical(weights))
-        pyro.sample("y", dist.Normal(locs[z], 1.0), obs=y)
-
-
-def summed(y: Tensor) -> None:
-    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
-    locs = pyro.sample("locs", dist.Normal(torch.zeros(3), 3.0).to_event(1))
-    with pyro.plate("data", len(y)):
-        mixture = dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, 1.0))
-        pyro.sample("y", mixture, obs=y)
+summed = partial(enumerated, allocations=False)
 
 
 def draws(count: int) -> dict[str, Tensor]:
@@ -38,8 +28,7 @@ def draws(count: int) -> dict[str, Tensor]:
 
 
 def closed_form(values: dict[str, Tensor]) -> Tensor:
-    density = dist.Normal(values["locs"].unsqueeze(1), 1.0).log_prob(Y.unsqueeze(-1))
-    return (values["weights"].log().unsqueeze(1) + density).softmax(-1)
+    return mixture_allocations(Y, **values)
 
 
 @pytest.mark.parametrize("model", [enumerated, summed])
@@ -107,13 +96,7 @@ def test_negative_control_filtering_is_not_smoothing() -> None:
 
 def test_labels_by_a_models_allocations() -> None:
     y = torch.cat([torch.randn(20) - 5, torch.randn(20) + 5])
-
-    def model() -> None:
-        locs = pyro.sample("locs", dist.Normal(torch.zeros(2), 5.0).to_event(1))
-        with pyro.plate("data", 40):
-            z = pyro.sample("z", dist.Categorical(torch.ones(2) / 2))
-            pyro.sample("y", dist.Normal(locs[z], 1.0), obs=y)
-
+    model = partial(enumerated, y, k=2, scale=5.0, equal_weights=True)
     locs = torch.tensor([-5.0, 5.0]) + 0.2 * torch.randn(60, 2)
     locs[::2] = locs[::2].flip(-1)
     alignment = align_allocations({"locs": locs}, Permutation({"locs": -1}), allocation_probabilities(model))

@@ -1,11 +1,16 @@
-"""Test the conversion of draws: the same tests run on both generations of ArviZ."""
+"""Conversion of draws: api.py, options.py, read.py, attrs.py, names.py and aligned.py of the exporter.
+
+The same tests run on both generations of ArviZ.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -33,7 +38,9 @@ from pyro_sym import (
     dataset,
     from_pyro,
     from_pyro_svi,
+    open_run,
 )
+from pyro_sym.export.options import Options
 from tests.export.runs import SYMMETRY, Y, event_dims, given, groups, mixture, names, run, two_copies
 
 matplotlib.use("Agg")
@@ -143,8 +150,41 @@ def test_statistics_of_our_kernels() -> None:
     assert dataset(data, "sample_stats")["energy"].dims == ("chain", "draw")
     assert dataset(data, "posterior")["energy"].dims == ("chain", "draw", "energy_dim_0")
     np.testing.assert_array_equal(dataset(data, "sample_stats")["lp"], stats["lp"])
+    with pytest.raises(ValueError, match=r"statistics \['permutation'\] have the names"):
+        from_pyro(given(two_copies(), {"permutation": torch.zeros(4, 100)}), symmetry=SYMMETRY)
     with pytest.raises(ValueError, match="statistic 'lp' of chain 0 has shape"):
         from_pyro(given({"x": torch.randn(2, 6)}, {"lp": torch.randn(2, 5)}))
+
+
+@pytest.mark.parametrize("source", ["pyro", "vectorized", "stored"])
+def test_every_statistic_of_a_kernel_is_exported_by_its_name_and_shape(source: str, tmp_path: Path) -> None:
+    """One value a draw, one for each latent site, and of a shape that says nothing."""
+    shapes = {"thermostat": (), "thermostat_by_site": (2,), "spectrum": (3,)}
+    injected = {name: torch.randn(2, 6, *shape) for name, shape in shapes.items()}  # (chain, draw, *shape)
+    if source == "pyro":
+        run: Any = given({n: v[:2, :6] for n, v in two_copies().items()}, injected)
+        run.kernel.transforms = {
+            "locs": torch.distributions.transforms.identity_transform,
+            "weights": torch.distributions.transforms.identity_transform,
+        }
+    else:
+        kernel = BAOA(mixture, step_size=0.01, friction=1.0)
+        store = tmp_path / "run.zarr" if source == "stored" else None
+        run = VectorizedMCMC(kernel, 6, 2, num_chains=2, disable_progbar=True, store=store)
+        run.run(Y)
+        run = open_run(tmp_path / "run.zarr") if source == "stored" else run
+        own = run._draws.statistics()
+        recorded = {**own, **{name: value.transpose(0, 1) for name, value in injected.items()}}
+        run._draws.statistics = lambda: recorded
+    stats = dataset(from_pyro(run), "sample_stats")
+    for name, value in injected.items():
+        np.testing.assert_array_equal(stats[name], value)
+    assert stats["thermostat"].dims == ("chain", "draw")
+    assert stats["thermostat_by_site"].dims == ("chain", "draw", "latent_site")
+    assert (
+        list(stats["latent_site"].values) == ["weights", "locs"] if source != "pyro" else ["locs", "weights"]
+    )
+    assert stats["spectrum"].dims == ("chain", "draw", "spectrum_dim_0")
 
 
 @pytest.mark.parametrize("chains", [None, 3])
@@ -219,15 +259,6 @@ def test_names_that_arviz_would_mangle_are_refused(shape: Any, dims: Any, match:
         from_pyro(given(draws), dims=dims)
 
 
-def test_dtypes_that_arviz_would_choke_on() -> None:
-    draws = {"b": torch.rand(2, 8) > 0.5, "h": torch.randn(2, 8).bfloat16(), "g": torch.randn(2, 8)}
-    mcmc = given({"x": torch.randn(2, 8)})
-    mcmc._samples = {**draws, "g": draws["g"].requires_grad_()}
-    data = from_pyro(mcmc)
-    assert dataset(data, "posterior")["h"].dtype == np.float32
-    assert len(_arviz.load().summary(data)) == 3
-
-
 def subsampled(y: Tensor, chosen_here: bool = True) -> None:
     loc = pyro.sample("loc", dist.Normal(0.0, 10.0))
     how: dict[str, Any] = {"subsample_size": 7} if chosen_here else {"subsample": torch.arange(7)}
@@ -269,7 +300,34 @@ def test_data_that_came_in_batches() -> None:
     assert dataset(data, "log_likelihood")["y"].shape == (2, 6, 20)
 
 
+def test_options_are_the_same_for_runs_and_guides_and_written_out() -> None:
+    """Whoever reads a signature or a docstring sees each option, with its default."""
+    for function in (from_pyro, from_pyro_svi):
+        parameters = inspect.signature(function).parameters
+        assert list(parameters)[-len(Options.__annotations__) :] == list(Options.__annotations__)
+        assert parameters["deterministic"].default is True and parameters["prior"].default is None
+        for name in Options.__annotations__:
+            assert f"\n        {name}: " in (function.__doc__ or "")
+        assert "options" not in parameters and "**options" not in (function.__doc__ or "")
+
+
+def test_unknown_options_and_wrong_types_are_refused_before_the_model_runs() -> None:
+    draws, guide = {"x": torch.randn(2, 5)}, AutoNormal(mixture)
+    with pytest.raises(
+        TypeError, match=r"from_pyro\(\) got an unexpected keyword argument 'log_lik'; its opt"
+    ):
+        from_pyro(draws, log_lik=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"from_pyro_svi\(\) got an unexpected keyword argument 'chains'"):
+        from_pyro_svi(guide, chains=3)  # type: ignore[call-arg]
+    for name, value in {"log_likelihood": {}, "deterministic": 3, "prior": "x", "predictions": 1}.items():
+        with pytest.raises(TypeError, match=f"^{name} is "):
+            from_pyro_svi(guide, **{name: value})  # type: ignore[arg-type]
+    assert guide.prototype_trace is None, "the guide has run"
+
+
 def test_draws_without_a_model() -> None:
+    named = from_pyro({"x": torch.randn(2, 5, 3)}, dims={"x": ["latent_site"]})  # a name like any other
+    assert dataset(named, "posterior").sizes["latent_site"] == 3
     data = from_pyro(given({"x": torch.randn(2, 5, 3)}))
     assert groups(data) == {"posterior"}
     assert dataset(data, "posterior")["x"].dims[2:] == ("x_dim_0",)

@@ -1,4 +1,4 @@
-"""Deterministic sites, and what else Pyro calls observed: exported, aligned, and not among the data."""
+"""Deterministic sites and other sites that Pyro calls observed: deterministic.py and shown_model.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the groups beside the draws: likelihoods, predictions, priors, functions, given data."""
+"""The groups beside the draws: groups.py, predictive.py, vmap_draws.py and joined_windows.py."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_what_has_no_prior_or_model_is_refused() -> None:
     def improper() -> None:
         pyro.sample("loc", dist.ImproperUniform(dist.constraints.real, (), ()))
 
-    with pytest.raises(ValueError, match="prior of site 'loc', which is improper"):
+    with pytest.raises(ValueError, match="prior of site 'loc' is improper"):
         from_pyro({"loc": torch.randn(1, 5)}, model=improper, prior=3)
     for wrong in (0, True):
         with pytest.raises(ValueError, match="no number of draws"):

@@ -1,4 +1,4 @@
-"""Test the export of guides, and what corrects leave-one-out cross-validation for them."""
+"""Export of guides: read.py, and guide_density.py with log p and log q for cross-validation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Test the log likelihood of every datum: against closed forms, and against a loop over draws."""
+"""The log likelihood of every datum, against closed forms and a loop over draws.
+
+It covers likelihood.py, pointwise.py, log_sum.py and vmap_draws.py.
+"""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@
 trap                                      test
 ========================================  ==================================================================
 dict of draws without a chain dim         here, and test_conversion: dicts_of_draws
-dim of two sizes, or called as variable   test_conversion: names_that_arviz_would_mangle_are_refused
-variable called as a sample dim           here
+dim of two sizes, or named as a variable  test_conversion: names_that_arviz_would_mangle_are_refused
+variable named as a sample dim            here
 slashes and odd characters in names       here, and test_arviz: booleans_halves_and_slashes_reach_...
-bfloat16, half, booleans, gradients       here, and test_conversion: dtypes_that_arviz_would_choke_on
+bfloat16, half, booleans, gradients       here, and test_arviz: booleans_halves_and_slashes_reach_...
 complex variables                         here
 attributes that files can't hold          here, and test_conversion: attributes_of_our_kernels
 opened files are locked                   here
@@ -25,8 +25,8 @@ sequential plates                         test_groups: data_of_a_sequential_plat
 dims of size one                          test_arviz: dims_of_size_one_stay
 padding by ``Predictive``                 test_groups: predictive_draws_from_outside_...; of guides: here
 random state                              test_conversion: nothing_outside_is_touched
-statistics from several processes         tests/infer/test_kernels: several_processes
-sign of ``lp``                            tests/infer/test_kernels: ``lp`` is minus the potential energy
+statistics from several processes         tests/sgmcmc/test_kernels: several_processes
+sign of ``lp``                            tests/sgmcmc/test_kernels: ``lp`` is minus the potential energy
 given likelihoods ignored                 here
 ========================================  ==================================================================
 """
@@ -63,7 +63,7 @@ def vector(y: Tensor) -> None:
 
 
 def test_draws_without_a_chain_dim_are_told_by_the_model() -> None:
-    """Else twenty draws of three numbers were twenty chains of three draws."""
+    """Otherwise twenty draws of three numbers would be twenty chains of three draws."""
     y, w = torch.tensor(0.0), torch.randn(20, 3)
     with pytest.raises(ValueError, match=r"a draw of site 'w' has shape \(\), and \(3,\) in the model"):
         from_pyro({"w": w}, model=vector, args=(y,))
@@ -73,11 +73,11 @@ def test_draws_without_a_chain_dim_are_told_by_the_model() -> None:
 
 @pytest.mark.parametrize("name", ["chain", "draw"])
 def test_a_variable_called_as_a_sample_dim_is_refused(name: str) -> None:
-    """ArviZ would take it for that dim's labels."""
+    """ArviZ would use it as the labels of that dim."""
     w = torch.randn(2, 8)
-    with pytest.raises(ValueError, match=f"variable of posterior is called '{name}'"):
+    with pytest.raises(ValueError, match=f"variable of posterior has the name of the sample dim '{name}'"):
         from_pyro({"w": w, name: w})
-    with pytest.raises(ValueError, match=f"variable of posterior is called '{name}'"):
+    with pytest.raises(ValueError, match=f"variable of posterior has the name of the sample dim '{name}'"):
         from_pyro({"w": w}, functions={name: lambda draw: draw["w"]})
 
 

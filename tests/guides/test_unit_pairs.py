@@ -10,7 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI, Trace_ELBO
-from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
+from pyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
 from pyro.optim import Adam
 
 from pyro_sym import AutoSymmetrized, Permutation, Product, SignFlip, Symmetry
@@ -44,13 +44,14 @@ LAYERS: list[tuple[Any, Symmetry]] = [
 
 
 @pytest.mark.parametrize("limit", [2**22, 0])
+@pytest.mark.parametrize("base", [AutoNormal, AutoDiagonalNormal])
 @pytest.mark.parametrize(("model", "symmetry"), LAYERS)
 def test_a_mean_field_layer_is_a_permanent(
-    model: Any, symmetry: Symmetry, limit: int, monkeypatch: pytest.MonkeyPatch
+    model: Any, symmetry: Symmetry, base: Any, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same average by enumeration; gradients too, with pairs by differences and by matrix products."""
     monkeypatch.setattr(units, "MAX_DIFFERENCES", limit)
-    guide = AutoSymmetrized(AutoNormal(model, init_scale=1.0), symmetry)
+    guide = AutoSymmetrized(base(model, init_scale=1.0), symmetry)
     run = guide.draw(5)
     assert guide.method == "exact" and isinstance(guide._average, OneBlock)
     log_prob = run.density()

@@ -30,7 +30,8 @@ from pyro_sym import (
 from pyro_sym.guides.average import OneBlock, PartlyOneBlock, Trivial, Uniform
 from pyro_sym.guides.average_by_blocks import BlocksOfDensity, BlocksOfNormals
 from pyro_sym.orbit.enumeration import enumerated
-from pyro_sym.symmetry.flat import flatten, leaves, nest
+from pyro_sym.symmetry.base import leaves
+from pyro_sym.symmetry.flat import flatten, nest
 from tests.conftest import Z_LIMIT
 
 pytestmark = pytest.mark.usefixtures("float64")

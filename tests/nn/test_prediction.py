@@ -211,7 +211,7 @@ def test_classes_at_several_places_of_a_row() -> None:
 def test_what_a_likelihood_has_not_is_refused_with_what_it_has() -> None:
     model, draws, x, _ = setting("categorical")
     for what in ("mean", "variance"):
-        with pytest.raises(ValueError, match="ask for probs or entropy"):
+        with pytest.raises(ValueError, match="use probs or entropy"):
             getattr(model.predict(draws, x), what)
     for name in ("known", "poisson"):
         model, draws, x, _ = setting(name)

@@ -125,7 +125,7 @@ def test_hide_and_expose_by_name_type_and_instance() -> None:
 
 @pytest.mark.parametrize("wrong", ["2", nn.Conv2d, nn.Linear(1, 1), "0.wight"])
 def test_a_selector_that_means_nothing_is_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="means no parameter of the network; its parameters are"):
+    with pytest.raises(ValueError, match="selects no parameter of the network; its parameters are"):
         model_of(IID, hide=[wrong])
 
 
@@ -146,7 +146,7 @@ def test_selectors_of_other_types_are_refused() -> None:
         (lambda *_: dist.Normal(torch.zeros(7), 1.0), ValueError, r"shape \(7,\), which doesn't broadcast"),
         (lambda *_: dist.MultivariateNormal(torch.zeros(3), torch.eye(3)), ValueError, "'0.bias' has shape"),
         (lambda *_: dist.Bernoulli(0.5), ValueError, "is discrete"),
-        (lambda *_: None, ValueError, "no parameter of the network is left to be Bayesian"),
+        (lambda *_: None, ValueError, "no parameter of the network is Bayesian"),
     ],
 )
 def test_priors_that_do_not_fit_are_refused(prior: Any, error: type[Exception], message: str) -> None:

@@ -20,7 +20,7 @@ from pyro_sym.model.program import Program, Term
 from pyro_sym.nn import Gaussian, IIDPrior
 from pyro_sym.search.check import check
 from pyro_sym.search.comparison import Joint, compared, rounding_levels
-from pyro_sym.search.find import _find
+from pyro_sym.search.find import find
 from tests.search.models import CASES, NEAR_MISSES, Case
 
 DOUBLE, SINGLE = torch.float64, torch.float32
@@ -44,7 +44,7 @@ def found(model: Any, args: tuple[Any, ...], dtype: torch.dtype) -> str:
     if dtype == DOUBLE:
         return repr(find_symmetry(model, *args))
     with torch.no_grad():
-        return repr(_find(Program(model, args), SINGLE))
+        return repr(find(Program(model, args), SINGLE))
 
 
 def checked(model: Any, args: tuple[Any, ...], symmetry: Any, dtype: torch.dtype) -> None:

@@ -1,4 +1,7 @@
-"""find_symmetry: the right groups, by name; near misses; and the same as testing every subset."""
+"""find_symmetry: the right groups, by name; near misses; and the same as testing every subset.
+
+It covers ``search.candidates``, ``search.minimal_sets`` and ``search.networks_in_model`` as well.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,9 @@ from pyro_sym import (
     find_symmetry,
 )
 from pyro_sym.model.program import Program
-from pyro_sym.search import find
+from pyro_sym.search import find, minimal_sets
 from pyro_sym.search.networks_in_model import networks
+from tests.catalogue import MIXTURE, mixture
 from tests.search.models import (
     CASES,
     INPUTS,
@@ -45,7 +49,7 @@ from tests.search.models import (
     relu_network,
     zeros,
 )
-from tests.search.test_check import Net, enumerated_mixture
+from tests.search.test_check import Net
 
 
 @pytest.mark.parametrize("case", CASES + NEAR_MISSES, ids=repr)
@@ -198,10 +202,9 @@ def test_plates_of_data_are_no_candidates() -> None:
 
 
 def test_minibatches_blocks_and_modules() -> None:
-    mixture = repr(Permutation({"locs": -1, "weights": -1}))
-    assert repr(find_symmetry(enumerated_mixture, Y, 2)) == mixture
-    hidden = poutine.block(config_enumerate(enumerated_mixture), hide=["z"])
-    assert repr(find_symmetry(hidden, Y)) == mixture
+    assert repr(find_symmetry(mixture, Y, 2)) == repr(MIXTURE)
+    hidden = poutine.block(config_enumerate(mixture), hide=["z"])
+    assert repr(find_symmetry(hidden, Y)) == repr(MIXTURE)
     units = {"hidden.weight": -2, "hidden.bias": -1, "out.weight": -1}
     assert repr(find_symmetry(Net(), Y)) == repr(Product(Permutation(units), SignFlip(units)))
 
@@ -240,13 +243,13 @@ def test_a_model_in_single_precision() -> None:
 
 def test_nothing_global_changes() -> None:
     state = torch.random.get_rng_state()
-    find_symmetry(enumerated_mixture, Y)
+    find_symmetry(mixture, Y)
     assert torch.equal(state, torch.random.get_rng_state())
     assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_search_that_is_cut_short_names_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find, "MAX_EVALUATIONS", 45)
+    monkeypatch.setattr(minimal_sets, "MAX_EVALUATIONS", 45)
     case = next(case for case in CASES if case.model is relu_network)
     with pytest.warns(UserWarning, match=r"45 evaluations.*w1\[-1\], b1\[-1\], w2\[-2\]") as caught:
         found = find_symmetry(case.model, *case.args)

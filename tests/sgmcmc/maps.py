@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_sym.sgmcmc.dynamics import averaged_langevin, baoa, sghmc, sgld
+from pyro_sym.sgmcmc.overdamped import averaged_langevin, sgld
+from pyro_sym.sgmcmc.underdamped import baoa, sghmc
 
 Map = Callable[..., tuple[Tensor, Tensor]]
 """Position, momentum, gradient and noise to position and momentum; friction is an option of all."""

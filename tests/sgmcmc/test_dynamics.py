@@ -13,19 +13,10 @@ from scipy.linalg import solve_discrete_lyapunov
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pyro_sym.sgmcmc.dynamics import (
-    averaged_langevin,
-    baoa,
-    baoa_from_sgd,
-    check_noise_estimate,
-    draw_momentum,
-    momentum_within_kick,
-    sghmc,
-    sghmc_from_sgd,
-    sgld,
-    sgld_from_sgd,
-    sgnht,
-)
+from pyro_sym.sgmcmc.noise import check_noise_estimate, draw_momentum
+from pyro_sym.sgmcmc.nose_hoover import sgnht
+from pyro_sym.sgmcmc.overdamped import averaged_langevin, sgld, sgld_from_sgd
+from pyro_sym.sgmcmc.underdamped import baoa, baoa_from_sgd, momentum_within_kick, sghmc, sghmc_from_sgd
 from tests.conftest import Z_LIMIT
 from tests.sgmcmc.maps import MAPS, Map, explicit_euler, variance, without_noise, without_square_root
 

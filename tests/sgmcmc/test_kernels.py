@@ -23,8 +23,9 @@ from pyro_sym.errors import DivergenceError
 from pyro_sym.model.minibatch import Minibatch, PlateRows
 from pyro_sym.model.potential import Potential
 from pyro_sym.sgmcmc.chains import Chains
-from pyro_sym.sgmcmc.kernel import StochasticGradientKernel
-from pyro_sym.sgmcmc.kernels import BAOA, SGHMC, SGLD, LeimkuhlerMatthews
+from pyro_sym.sgmcmc.overdamped import SGLD, LeimkuhlerMatthews
+from pyro_sym.sgmcmc.pyro_driver import StochasticGradientKernel
+from pyro_sym.sgmcmc.underdamped import BAOA, SGHMC
 from tests.conftest import FAILURE_RATE
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pyro_sym.sgmcmc.dynamics import baoa, sgld
+from pyro_sym.sgmcmc.overdamped import sgld
 from pyro_sym.sgmcmc.preconditioners import (
     Diagonal,
     Identity,
@@ -20,6 +20,7 @@ from pyro_sym.sgmcmc.preconditioners import (
     RMSprop,
     rescale_momentum,
 )
+from pyro_sym.sgmcmc.underdamped import baoa
 from tests.conftest import Z_LIMIT
 
 RULES = [Identity(), Diagonal((1.0, 2.0, 0.5, 3.0, 1e-6)), PerSite(), RMSprop()]

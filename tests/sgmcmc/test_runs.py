@@ -1,4 +1,7 @@
-"""What users do with a run: callbacks, tables of few draws, temperatures by chain, an SGD's settings."""
+"""What users do with a run: callbacks, tables of few draws, temperatures by chain.
+
+Covers ``progress`` and, of draws, ``summaries``.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,19 @@ from pyro_sym.graph import aot as package
 from pyro_sym.graph.codegen import straight_line
 from pyro_sym.model import gradient
 from pyro_sym.sgmcmc.chains import Chains
-from pyro_sym.sgmcmc.kernel import StochasticGradientKernel
-from pyro_sym.sgmcmc.kernels import BAOA, SGHMC, SGLD, SGNHT, LeimkuhlerMatthews
+from pyro_sym.sgmcmc.nose_hoover import SGNHT
+from pyro_sym.sgmcmc.overdamped import SGLD, LeimkuhlerMatthews
 from pyro_sym.sgmcmc.preconditioners import PerSite
 from pyro_sym.sgmcmc.progress import Bar, Progress
+from pyro_sym.sgmcmc.pyro_driver import StochasticGradientKernel
+from pyro_sym.sgmcmc.underdamped import BAOA, SGHMC
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC, deep_ensemble
+from tests.sgmcmc.test_vectorized import STARTS
+from tests.sgmcmc.test_vectorized import full_model as model
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 ALL_KERNELS = [SGLD, LeimkuhlerMatthews, SGHMC, BAOA, SGNHT]
-
-
-def model() -> None:
-    pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    pyro.sample("a", dist.LogNormal(0.0, 1.0))
 
 
 def regression(x: Tensor, y: Tensor) -> None:
@@ -62,7 +64,7 @@ def refused(mcmc: VectorizedMCMC, why: str) -> None:
             ask()
 
 
-def test_without_draws_tables_say_why_there_are_none() -> None:
+def test_without_draws_tables_raise_an_error_that_says_why() -> None:
     refused(sampler(BAOA(model, step_size=0.1)), r"call run\(\) first")
     diverged = sampler(BAOA(narrow, step_size=1.0), warmup_steps=50, num_chains=2)
     with pytest.raises(DivergenceError):
@@ -183,7 +185,7 @@ def test_a_callback_sees_the_run_and_does_not_change_it(thinning: int) -> None:
     seen: list[dict[str, Any]] = []
 
     def look(progress: Progress) -> None:
-        torch.randn(7)  # which the run must not miss
+        torch.randn(7)  # must not change the run
         seen.append(
             {
                 "done": progress.done,
@@ -283,14 +285,14 @@ def test_callbacks_out_of_range() -> None:
 
 
 class Clock:
-    """Seconds that pass when somebody says so."""
+    """A clock that is set by hand."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
 
-def test_the_bar_goes_by_time_within_a_draw_too(
+def test_the_bar_is_redrawn_by_time_also_within_a_draw(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mcmc = sampler(BAOA(model, step_size=0.1))
@@ -323,7 +325,6 @@ def test_there_is_no_bar_where_it_is_disabled(capsys: pytest.CaptureFixture[str]
 # --- temperatures by chain ----------------------------------------------------------------------------------
 
 LADDER = (0.0, 0.25, 1.0)
-STARTS = {"a": torch.tensor([-1.0, 0.5, 2.0]), "b": torch.tensor([[1.0, 2.0], [3.0, 4.0], [0.0, -1.0]])}
 
 
 def laddered(kind: Any, temperature: Any, **options: Any) -> VectorizedMCMC:
@@ -352,7 +353,7 @@ def test_each_chain_of_a_ladder_is_that_of_its_temperature(
         theirs = alone.diagnostics()["sample_stats"][f"chain {chain}"]
         assert (stats[f"chain {chain}"]["temperature"] == temperature).all()
         torch.testing.assert_close(stats[f"chain {chain}"], theirs)
-    # the control: another ladder has other chains
+    # negative control: another ladder has other chains
     other = laddered(kind, (0.0, 0.5, 1.0), **options).get_samples(group_by_chain=True)["b"]
     same = [torch.equal(other[chain], samples["b"][chain]) for chain in range(3)]
     assert same == [True, False, True]
@@ -360,7 +361,7 @@ def test_each_chain_of_a_ladder_is_that_of_its_temperature(
 
 def test_large_chains_of_a_ladder_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = torch.randn(12, 3, 3)  # they draw it in another order
-    monkeypatch.setattr(Chains, "_noise", lambda self, group: noise[self.step][group])
+    monkeypatch.setattr(Chains, "_noise", lambda self, shard: noise[self.step][shard.rows])
     together = laddered(BAOA, LADDER).get_samples(group_by_chain=True)
     monkeypatch.setattr(gradient, "LARGE", 1)
     torch.testing.assert_close(laddered(BAOA, LADDER).get_samples(group_by_chain=True), together)
@@ -455,88 +456,3 @@ def test_a_ladder_with_too_large_a_noise_estimate_is_refused() -> None:
     with pytest.raises(ValueError, match="leaves noise of variance"):
         laddered(BAOA, (0.0, 0.01, 1.0), noise_estimate=20.0)
     laddered(BAOA, (0.0, 1.0, 1.0), noise_estimate=1.0)
-
-
-# --- settings of an optimiser -------------------------------------------------------------------------------
-
-
-def weights() -> list[Tensor]:
-    return [torch.zeros(2, requires_grad=True)]
-
-
-@pytest.mark.parametrize("kind", [BAOA, SGHMC])
-def test_an_optimizer_is_its_settings(kind: Any) -> None:
-    expected = kind.from_sgd(model, lr=0.1, momentum=0.9, num_data=50, temperature=0.0)
-    settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-    for optimizer in (
-        torch.optim.SGD(weights(), **settings),
-        torch.optim.SGD([{"params": weights()}, {"params": weights()}], **settings),
-        torch.optim.SGD(weights(), lr=torch.tensor(0.1, dtype=torch.float64), momentum=0.9),
-        pyro.optim.SGD(settings),
-        (torch.optim.SGD, settings),
-    ):
-        kernel = kind.from_sgd(model, optimizer=optimizer, num_data=50, temperature=0.0)
-        assert (kernel.step_size, kernel.friction) == (expected.step_size, expected.friction)
-    draws = []
-    for each in (expected, kernel):
-        mcmc = sampler(each, num_chains=2)
-        mcmc.run()
-        draws.append(mcmc.get_samples()["b"])
-    assert torch.equal(*draws)
-
-
-def test_an_optimizer_has_its_learning_rate_of_now() -> None:
-    optimizer = torch.optim.SGD(weights(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    optimizer.step()
-    scheduler.step()
-    kernel = SGLD.from_sgd(model, optimizer=optimizer, num_data=50)
-    assert kernel.step_size == SGLD.from_sgd(model, lr=0.05, num_data=50).step_size
-
-
-TWO_GROUPS: list[dict[str, Any]] = [{"params": weights()}, {"params": weights(), "lr": 0.2}]
-GOOD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (
-            {"optimizer": torch.optim.Adam(weights())},
-            TypeError,
-            "optimizer is Adam; from_sgd is for",
-        ),
-        ({"optimizer": pyro.optim.ClippedAdam({"lr": 0.1})}, TypeError, "optimizer is ClippedAdam"),
-        ({"optimizer": pyro.optim.SGD(GOOD, {"clip_norm": 1.0})}, ValueError, "clips gradients"),
-        ({"optimizer": pyro.optim.SGD(lambda name: GOOD)}, ValueError, "one learning rate for all sites"),
-        ({"optimizer": "sgd"}, TypeError, "optimizer is str"),
-        ({"optimizer": torch.optim.SGD}, TypeError, "the class .*; pass an instance"),
-        (
-            {"optimizer": torch.optim.SGD(weights(), weight_decay=0.04, **GOOD)},
-            ValueError,
-            r"weight_decay=0.04.*prior of scale .* = 0.7071",  # 1 / sqrt(50 * 0.04)
-        ),
-        ({"optimizer": torch.optim.SGD(weights(), dampening=0.5, **GOOD)}, ValueError, "dampening=0.5"),
-        ({"optimizer": torch.optim.SGD(weights(), nesterov=True, **GOOD)}, ValueError, "nesterov=True"),
-        ({"optimizer": torch.optim.SGD(weights(), maximize=True, **GOOD)}, ValueError, "maximize=True"),
-        (
-            {"optimizer": torch.optim.SGD(TWO_GROUPS, **GOOD)},
-            ValueError,
-            r"different lr, \[0.1, 0.2\]",
-        ),
-        ({"optimizer": torch.optim.SGD(weights(), **GOOD), "lr": 0.1}, ValueError, "optimizer and lr are"),
-        ({"optimizer": torch.optim.SGD(weights(), **GOOD), "momentum": 0.1}, ValueError, "and momentum are"),
-        ({}, TypeError, "wants the momentum"),
-        ({"momentum": 0.9}, TypeError, "wants the learning rate"),
-    ],
-)
-def test_optimizers_that_no_kernel_is_like(arguments: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        BAOA.from_sgd(model, num_data=50, **arguments)
-
-
-def test_momentum_is_not_for_kernels_without() -> None:
-    optimizer = torch.optim.SGD(weights(), lr=0.1, momentum=0.9)
-    for kind in (SGLD, LeimkuhlerMatthews):
-        with pytest.raises(ValueError, match=rf"momentum=0.9, and {kind.__name__} has none; take BAOA"):
-            kind.from_sgd(model, optimizer=optimizer, num_data=50)

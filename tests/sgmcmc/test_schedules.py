@@ -13,10 +13,11 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_sym.sgmcmc.dynamics import baoa
-from pyro_sym.sgmcmc.kernels import BAOA, SGHMC, SGLD, SGNHT, LeimkuhlerMatthews
+from pyro_sym.sgmcmc.nose_hoover import SGNHT
+from pyro_sym.sgmcmc.overdamped import SGLD, LeimkuhlerMatthews
 from pyro_sym.sgmcmc.schedules import Constant, Cyclical, Polynomial
 from pyro_sym.sgmcmc.step_blocks import FusedSteps
+from pyro_sym.sgmcmc.underdamped import BAOA, SGHMC, baoa
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC
 from tests.conftest import Z_LIMIT
 from tests.sgmcmc.test_dynamics import affine
@@ -232,13 +233,13 @@ def test_blocks_of_steps_stop_at_an_onset(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(FusedSteps, "__call__", block)
     cycle = Cyclical(peak=0.2, period=45, sampling_fraction=0.5, relaxation=7)  # onsets at 23 and 68
     warmed = []
-    initial_state = BAOA.initial_state
+    init = BAOA.init
 
-    def watched(self: BAOA, *args: Any) -> Any:
-        warmed.append(args[2])
-        return initial_state(self, *args)
+    def watched(self: BAOA, *args: Any, **settings: Any) -> Any:
+        warmed.append(settings["temperature"])
+        return init(self, *args, **settings)
 
-    monkeypatch.setattr(BAOA, "initial_state", watched)
+    monkeypatch.setattr(BAOA, "init", watched)
     mcmc = cyclical_run(BAOA, cycle, draws=9, thinning=10, jit="compile")
     assert warmed == [0.0, 1.0, 1.0], "at the start, and at each onset"
     temperature = mcmc.diagnostics()["sample_stats"]["chain 0"]["temperature"]

@@ -19,8 +19,9 @@ from torch import Tensor
 from pyro_sym.errors import DivergenceError
 from pyro_sym.model.potential import Potential
 from pyro_sym.sgmcmc import bad_start
-from pyro_sym.sgmcmc.kernels import BAOA, SGHMC, SGLD
+from pyro_sym.sgmcmc.overdamped import SGLD
 from pyro_sym.sgmcmc.schedules import Cyclical
+from pyro_sym.sgmcmc.underdamped import BAOA, SGHMC
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC, deep_ensemble
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_sym.sgmcmc.dynamics import sghmc, sgnht
+from pyro_sym.sgmcmc.nose_hoover import sgnht
+from pyro_sym.sgmcmc.underdamped import sghmc
 from tests.conftest import Z_LIMIT
 from tests.sgmcmc.maps import MAPS, Map, explicit_euler, variance, without_friction, without_square_root
 

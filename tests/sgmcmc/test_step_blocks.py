@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from pyro_sym.graph import aot as package
-from pyro_sym.graph.record import trace
+from pyro_sym.graph.checked import check
+from pyro_sym.graph.record import UntraceableError, trace
 from pyro_sym.model import gradient as gradient_module
 from pyro_sym.model.gradient import Gradient
 from pyro_sym.model.minibatch import Minibatch, draw_indices
 from pyro_sym.model.potential import Potential
-from pyro_sym.sgmcmc.kernels import BAOA
-from pyro_sym.sgmcmc.step_blocks import FusedSteps, _check_block, block_length
+from pyro_sym.sgmcmc.step_blocks import FusedSteps, _BlockProbe, block_length
+from pyro_sym.sgmcmc.underdamped import BAOA
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC
 
 needs_compiler = pytest.mark.skipif(
@@ -183,7 +184,7 @@ def test_a_step_that_reads_values_is_not_fused() -> None:
     potential = Potential(make_model())
     gradient = Gradient(potential, jit="compile")
     _, *inputs = block_inputs(potential, 2, 1, torch.float64)
-    with pytest.warns(UserWarning, match="course depends on the value"):
+    with pytest.warns(UserWarning, match="branches on the value"):
         FusedSteps(gradient, step)((torch.zeros(1, potential.size, dtype=torch.float64),), *inputs)
     assert gradient.mode == "trace"
 
@@ -196,7 +197,7 @@ def test_an_untraceable_model_runs_eagerly() -> None:
     gradient = Gradient(Potential(model), jit="compile")
     fused = FusedSteps(gradient, langevin)
     state = (torch.zeros(1, 4), torch.zeros(1, 4))
-    with pytest.warns(UserWarning, match="runs it anew"):
+    with pytest.warns(UserWarning, match="each gradient runs it"):
         fused(state, torch.zeros(1, 4), torch.zeros(2, 1, 4), {}, torch.full((2,), 0.1), torch.ones(2))
     assert gradient.mode == "eager"
 
@@ -250,7 +251,7 @@ def test_rounding_that_grows_is_no_reason_not_to_compile(dtype: torch.dtype, ste
     if step_size == 0.5:  # control: compared at the user's own step size, the two are far apart
         result, expected = run(*inputs)[0], block(*inputs)[0]
         assert not torch.allclose(result, expected, rtol=1e-3)
-    _check_block(run, block, inputs, 2)
+    check(run, [_BlockProbe(block, inputs, 2)])
 
 
 def out_of_order(block: Any, part: int) -> Any:
@@ -278,19 +279,19 @@ def test_control_wrong_steps_are_not_run(dtype: torch.dtype, step_size: float, f
         return block(*given[:3], *[tensor[:-1] for tensor in given[3:]])
 
     wrong = {"noise": out_of_order(block, 3), "rows": out_of_order(block, 6), "gradient": off}
-    with pytest.raises(package.CompilationError, match=r"its (10|9) steps.* come out off by"):
-        _check_block(wrong.get(fault, one_short), block, inputs, 2)
+    with pytest.raises(UntraceableError, match=r"its (10|9) steps.* come out off by"):
+        check(wrong.get(fault, one_short), [_BlockProbe(block, inputs, 2)])
 
 
 def test_chains_at_infinity_do_not_hinder_the_check_of_others() -> None:
     block, inputs = double_well_steps(torch.float64, 0.01)
     inputs[0][3] = torch.inf
-    _check_block(rounded_otherwise(block, inputs), block, inputs, 2)
-    with pytest.raises(package.CompilationError, match="come out off by"):
-        _check_block(out_of_order(block, 3), block, inputs, 2)
+    check(rounded_otherwise(block, inputs), [_BlockProbe(block, inputs, 2)])
+    with pytest.raises(UntraceableError, match="come out off by"):
+        check(out_of_order(block, 3), [_BlockProbe(block, inputs, 2)])
     inputs[0][:] = torch.nan
-    with pytest.raises(package.CompilationError, match="can't be checked where nothing is finite"):
-        _check_block(block, block, inputs, 2)
+    with pytest.raises(UntraceableError, match="can't be checked where nothing is finite"):
+        _BlockProbe(block, inputs, 2)
 
 
 class Disk:
