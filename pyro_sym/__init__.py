@@ -20,7 +20,8 @@ from pyro_sym.export.component_probabilities import allocation_probabilities
 from pyro_sym.export.likelihood import log_likelihood
 from pyro_sym.guides.gain import SymmetryGain
 from pyro_sym.guides.recorded_elbo import RecordedELBO
-from pyro_sym.guides.symmetrized import AutoSymmetrized, AutoSymmetrizedNormal
+from pyro_sym.guides.symmetrized import AutoSymmetrized
+from pyro_sym.guides.symmetrized_normal import AutoSymmetrizedNormal
 from pyro_sym.model.potential import Potential
 from pyro_sym.network.symmetry_of import NetworkSymmetry, symmetry_of
 from pyro_sym.nn import BayesianModule

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from inspect import getattr_static
 from itertools import count
-from operator import attrgetter
 from typing import Any, cast
 
 import pyro
@@ -36,7 +35,6 @@ __all__ = [
     "forget_inverse",
     "has_run",
     "is_mutable",
-    "loc_and_scale",
     "mask_of_distribution",
     "operands_of",
     "parts_of",
@@ -247,14 +245,6 @@ def mask_of_distribution(distribution: Any) -> Tensor | bool:
     if "_mask" in attributes:
         return cast("Tensor | bool", attributes["_mask"])
     return next(a for a in attributes.values() if isinstance(a, Tensor) and a.dtype == torch.bool)
-
-
-def loc_and_scale(guide: Any, name: str) -> tuple[Tensor, Tensor]:
-    """Location and scale of a site of an ``AutoNormal``."""
-    if hasattr(guide, "_get_loc_and_scale"):
-        return cast(tuple[Tensor, Tensor], guide._get_loc_and_scale(name))
-    loc, scale = (attrgetter(name)(part) for part in (guide.locs, guide.scales))
-    return loc, scale
 
 
 def constraint_of(store: Any, name: str, default: Any) -> Any:

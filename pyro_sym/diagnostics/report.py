@@ -15,7 +15,7 @@ from pyro_sym.diagnostics.convergence import FiniteChains, convergence
 from pyro_sym.diagnostics.labels import confidence, relabelling
 from pyro_sym.diagnostics.stein import SteinDiscrepancy
 from pyro_sym.diagnostics.temperatures import kernel_temperature, temperatures, unconstrained_sizes
-from pyro_sym.guides.symmetrized import SymmetryGain
+from pyro_sym.guides.gain import SymmetryGain
 from pyro_sym.symmetry.base import Group
 
 if TYPE_CHECKING:

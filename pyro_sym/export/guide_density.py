@@ -1,4 +1,4 @@
-"""What corrects leave-one-out cross-validation for draws of a guide: log p and log q at each of them."""
+"""Log p and log q at draws of a guide, by which leave-one-out cross-validation is corrected."""
 
 from __future__ import annotations
 
@@ -55,17 +55,15 @@ def log_q(
 def draw_symmetrized(
     guide: AutoSymmetrized, count: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], Tensor]:
-    r"""Draws of :math:`q^G`, and :math:`\log q^G` of them, as the guide's own estimator has it.
+    r"""Draws of :math:`q^G`, and :math:`\log q^G` of them, as the guide's own estimator computes it.
 
-    The density is computed where the base guide drew, before an element moves the draw away: it is the same
-    there, and the base density is not a tail.
+    :math:`q^G` is invariant, so its density is computed where the base guide drew, before an element moves
+    the draw: the image may lie in the tails of the base density.
     """
     with unseen():
-        layout, draws = guide._draw(count, args, dict(kwargs))
-        # Before the average, which may draw at random too: the same draws as without it.
-        images = guide.symmetry.act(guide.symmetry.sample(draws.values, (count,)), draws.values)
-        run = guide._run(layout, draws, args, dict(kwargs))
-        averages = [
-            guide._log_orbit_average(layout, part.draws, args, dict(kwargs)) for part in run.parts(CHUNK_SIZE)
-        ]
+        run = guide.draw(count, *args, **kwargs)
+        values = run.draws.values
+        # Before the average, which may take random numbers: the draws don't depend on the estimator.
+        images = guide.symmetry.act(guide.symmetry.sample(values, (count,)), values)
+        averages = [guide.log_average(chunk) for chunk in run.chunks(CHUNK_SIZE)]
     return images, torch.cat(averages)

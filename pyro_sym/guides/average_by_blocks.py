@@ -10,15 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.distributions.transforms import ExpTransform, Transform, identity_transform
 
-from pyro_sym._private import loc_and_scale
 from pyro_sym.guides.average import OrbitAverage, Run
 from pyro_sym.guides.density import agrees
-from pyro_sym.guides.site_normals import coordinatewise, viewed_normals
+from pyro_sym.guides.site_normals import coordinatewise, site_normals
+from pyro_sym.guides.unit_pairs import viewed_normals
 from pyro_sym.orbit.coupling import Coupling
 from pyro_sym.orbit.enumeration import log_prob_at_images
 from pyro_sym.orbit.guided_blocks import Surrogate, draw_elements
@@ -81,9 +80,9 @@ class Blocks(OrbitAverage):
         sizes, moments = self._sizes(values), self._moments(run)
         entries = num_elements * max(max(sizes) ** 2, *(values[site][0].numel() for site in self.transforms))
         averages = []
-        for part in run.parts(max(1, CHUNK_NUMEL // entries)):
-            surrogate = Surrogate(self.coupling, sizes, self._points(part.draws.values), moments)
-            averages.append(self._log_average(part, surrogate, num_elements, with_identity))
+        for chunk in run.chunks(max(1, CHUNK_NUMEL // entries)):
+            surrogate = Surrogate(self.coupling, sizes, self._points(chunk.draws.values), moments)
+            averages.append(self._log_average(chunk, surrogate, num_elements, with_identity))
         return torch.cat(averages) - self._log_count(values)
 
     def _log_count(self, values: Mapping[str, Tensor]) -> float:
@@ -103,9 +102,7 @@ class BlocksOfNormals(Blocks):
     max_size: int = MAX_SUMMED
 
     def _moments(self, run: Run) -> Moments:
-        assert isinstance(self.guide, AutoNormal)
-        normals = {site: loc_and_scale(self.guide, site) for site in self.transforms}
-        return viewed_normals(self.group, normals)
+        return viewed_normals(self.group, site_normals(self.guide, self.transforms), self.transforms)
 
     def _log_average(self, run: Run, surrogate: Surrogate, num_elements: int, with_identity: bool) -> Tensor:
         summed = self.coupling.uncoupled(self.group.view(run.draws.values), self.max_size)

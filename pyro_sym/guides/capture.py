@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -60,10 +60,17 @@ class Draws:
     fns: dict[str, Any] = field(default_factory=dict)
     scaled: Tensor | None = None
 
-    def at(self, rows: Tensor) -> Draws:
+    def at(self, rows: Tensor | slice) -> Draws:
         """Some of the draws."""
         values = {name: value[rows] for name, value in self.values.items()}
         return replace(self, values=values, own=self.own[rows], scaled=None)
+
+    @staticmethod
+    def joined(several: Sequence[Draws]) -> Draws:
+        """The draws of several calls; minibatch and distributions are those of the last call."""
+        values = {name: torch.cat([draws.values[name] for draws in several]) for name in several[-1].values}
+        own = torch.cat([draws.own for draws in several])
+        return replace(several[-1], values=values, own=own, scaled=None)
 
 
 class _Term(NamedTuple):

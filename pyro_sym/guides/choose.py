@@ -6,20 +6,18 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
-from torch.distributions import biject_to
-from torch.distributions.transforms import Transform, identity_transform
 
 from pyro_sym.errors import SymmetryError
 from pyro_sym.guides.average import Enumeration, OneBlock, OrbitAverage, PartlyOneBlock, Trivial, Uniform
 from pyro_sym.guides.average_by_blocks import BlocksOfDensity, BlocksOfNormals, coordinates, flipped_sites
-from pyro_sym.guides.site_normals import LogRatios, coordinatewise, pair_normals, separable_sites, signed_axes
+from pyro_sym.guides.site_normals import coordinate_transforms, site_normals
+from pyro_sym.guides.unit_pairs import LogRatios, pair_normals, separable_sites, signed_axes
 from pyro_sym.orbit.coupling import Coupling
 from pyro_sym.orbit.permanent import MAX_SIZE
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation
-from pyro_sym.symmetry.flat import FlatGroup, flatten
+from pyro_sym.symmetry.flat import flatten
 
 __all__ = ["Estimator", "EstimatorName", "choose"]
 
@@ -64,14 +62,15 @@ def choose(
     if estimator == "uniform":
         return Uniform(guide, symmetry, "uniform")
     group, coupling = flatten(symmetry), Coupling.of(symmetry)
-    normals = _normal_coordinates(guide, group) if group else None
+    normals = coordinate_transforms(guide, group.sites, flipped_sites(group)) if group else {}
+    all_normal = group is not None and len(normals) == len(group.sites)
     if estimator in ("auto", "exact"):
         if group and coupling:
             summed = coupling.uncoupled(group.view(values), MAX_SIZE)
             summable = len(summed) == len(coupling.blocks)
             if units and summable:
                 return OneBlock(guide, symmetry, "exact", units)
-            if normals and summable:
+            if all_normal and summable:
                 return BlocksOfNormals(guide, symmetry, "exact", group, coupling, normals, MAX_SIZE)
         if log_order <= math.log(MAX_EXACT_AUTO if estimator == "auto" else MAX_EXACT) + 1e-9:
             return Enumeration(guide, symmetry, "exact")
@@ -89,7 +88,7 @@ def choose(
         )
     if units:
         return OneBlock(guide, symmetry, "importance", units)
-    if normals:
+    if all_normal:
         return BlocksOfNormals(guide, symmetry, "importance", group, coupling, normals)
     partly = _partly_one_block(guide, symmetry)
     if partly:
@@ -100,27 +99,12 @@ def choose(
 
 
 def _partly_one_block(guide: Callable[..., Any], symmetry: Symmetry) -> PartlyOneBlock | None:
-    """For mean-field guides on one permutation, some of whose sites factorise over units."""
+    """For one permutation of sites that are independent normals, some of them coordinate by coordinate."""
     moved, separable = signed_axes(symmetry), separable_sites(guide, symmetry)
     if moved is None or separable is None or moved.signed:
         return None
     units = pair_normals(guide, moved.view.on(Permutation({**separable.axes})))
     rest = {site: axis for site, axis in moved.axes.items() if site not in separable.axes}
-    if not (units and rest):
+    if not (units and rest) or not site_normals(guide, rest).keys() >= rest.keys():
         return None
     return PartlyOneBlock(guide, symmetry, "importance", units, moved.view.on(Permutation({**rest})))
-
-
-def _normal_coordinates(guide: Callable[..., Any], symmetry: FlatGroup) -> dict[str, Transform] | None:
-    """The transforms under which the moved sites are independent normals that the group moves, if any."""
-    if not isinstance(guide, AutoNormal):
-        return None
-    flipped = flipped_sites(symmetry)
-    transforms: dict[str, Transform] = {}
-    for name in symmetry.sites:
-        site: Any = guide.prototype_trace.nodes[name]
-        transform = coordinatewise(biject_to(site["fn"].support))
-        if transform is None or (name in flipped and transform is not identity_transform):
-            return None
-        transforms[name] = transform
-    return transforms

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import Dirichlet
 
 from pyro_sym.guides.capture import Draws
-from pyro_sym.guides.site_normals import UnitAxes, log_ratios, signed_axes
+from pyro_sym.guides.unit_pairs import UnitAxes, log_ratios, signed_axes
 from pyro_sym.orbit.enumeration import LogProb
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.elementary import Permutation
@@ -55,7 +55,7 @@ def pair_factors(symmetry: Symmetry, draws: Draws) -> PairFactors | None:
     Sites whose units lie along a batch axis of their distributions are independent from unit to unit; on the
     axis of a simplex itself, :math:`\operatorname{Dirichlet}(\alpha)` pairs slot :math:`i` with unit
     :math:`j` by :math:`(\alpha_i - 1) \log \omega_j`, up to what no permutation changes. The rest is as for
-    :func:`~pyro_sym.guides.site_normals.pair_normals`. That the distributions do not depend on other sites
+    :func:`~pyro_sym.guides.unit_pairs.pair_normals`. That the distributions do not depend on other sites
     is not seen here: :func:`factorises` compares.
 
     Args:

@@ -186,7 +186,7 @@ class RecordedELBO(ELBO):
             self._give_up(call.reason)
         elif _handled():
             self._give_up("effect handlers around the step would act on model and guide")
-        elif getattr(call.guide, "method", None) == "importance":
+        elif getattr(call.guide, "proposes_elements", False):
             # Its proposals are refitted now and then, and steps may leave the average out.
             self._give_up("the guide's average is of guided elements (method 'importance')")
         elif self._num_recorded >= 4 * self.cache_size:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_sym.guides.site_normals import Normals, separable_sites, viewed_normals
+from pyro_sym.guides.unit_pairs import separable_sites, viewed_normals
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.flat import FlatGroup
 
 __all__ = ["Certificate", "certificate"]
+
+Normals = Mapping[str, Sequence[Any]]
 
 # Distances are taken to be this much shorter than computed, which is more than their rounding errors.
 ROUNDING = 1e-3
@@ -104,7 +106,7 @@ class Certificate:
         if torch.jit.is_tracing():  # a trace would keep today's answer for ever
             return None
         if self.view is not None:
-            normals = viewed_normals(self.view, normals)
+            normals = viewed_normals(self.view, normals, self.axes)
         if self._anchor is not None and self._anchor.fits(normals):
             bound = self._moved(self._anchor, normals)
             if bound <= self.tolerance:
@@ -124,7 +126,7 @@ class Certificate:
     def _look(self, normals: Normals) -> _Anchor:
         locs, scales, points = {}, {}, []
         for name, axis in self.axes.items():
-            loc, scale = normals[name]
+            loc, scale = normals[name][:2]
             locs[name] = loc.detach().clone()
             scales[name] = scale.detach().amax(axis, keepdim=True)
             points.append((locs[name] / scales[name]).movedim(axis, 0).reshape(loc.shape[axis], -1))
@@ -139,7 +141,7 @@ class Certificate:
         """The bound from the anchor's distances, which is NaN where a parameter is."""
         moves, stretches = [], []
         for name, axis in self.axes.items():
-            loc, scale = normals[name]
+            loc, scale = normals[name][:2]
             rest = [dim for dim in range(-loc.dim(), 0) if dim != axis]
             move = (loc - anchor.locs[name]).div_(anchor.scales[name]).square_()
             moves.append(move.sum(rest) if rest else move)

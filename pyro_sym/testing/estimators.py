@@ -90,10 +90,9 @@ def _compare_with_enumeration(
     """Which side of the exact average both halves are on."""
     own, count = _name(symmetrised.estimator), symmetrised.num_elements
     with torch.no_grad():
-        layout, draws = symmetrised._draw(num_samples, args, kwargs)
-        run = symmetrised._run(layout, draws, args, kwargs)
+        run = symmetrised.draw(num_samples, *args, **kwargs)
         exact = Enumeration(symmetrised.guide, symmetrised.symmetry, "exact").bound(run, count)
-        average = symmetrised._chosen
+        average = symmetrised.average
         upper, lower = (_checked(own, half, run, count) for half in (average.bound, average.unbiased))
     for half, excess, wrong in (
         ("bound", upper - exact, "below the exact average: an ELBO with it may exceed the log evidence"),

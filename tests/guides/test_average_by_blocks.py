@@ -103,12 +103,11 @@ def scattered(separation: float) -> Callable[[Any], Tensor]:
 def bracket(guide: AutoSymmetrized, count: int, num_elements: int) -> tuple[Tensor, Tensor]:
     """How far the bound and the unbiased estimate are from the exact average, at the guide's own draws."""
     with torch.no_grad():
-        layout, draws = guide._draw(count, (), {})
-        run = guide._run(layout, draws, (), {})
-        exact = enumerated(guide.symmetry, run.density(), draws.values, draws.own)
-        chosen = guide._chosen
+        run = guide.draw(count)
+        exact = enumerated(guide.symmetry, run.density(), run.draws.values, run.draws.own)
+        chosen = guide.average
         halves = chosen.bound(run, num_elements), chosen.unbiased(run, num_elements)
-        return draws.own + halves[0] - exact, draws.own + halves[1] - exact
+        return run.draws.own + halves[0] - exact, run.draws.own + halves[1] - exact
 
 
 def check_direction(above: Tensor, below: Tensor) -> None:
@@ -285,11 +284,11 @@ def test_fitting_the_normals_takes_no_random_numbers(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(guide, "_redraw", spy)
     with torch.no_grad():
-        layout, draws = guide._draw(3, (), {})
+        run = guide.draw(3)
         before = torch.get_rng_state()
-        chosen = guide._chosen
+        chosen = guide.average
         assert isinstance(chosen, BlocksOfDensity)
-        chosen._moments(guide._run(layout, draws, (), {}))
+        chosen._moments(run)
         assert torch.equal(before, torch.get_rng_state())
         next_ones = guide._redraw(blocks.NUM_FITTED, (), {})["locs"]
     assert fitted[0].shape == next_ones.shape
@@ -302,7 +301,7 @@ def test_normals_are_fitted_again_as_the_guide_moves(monkeypatch: pytest.MonkeyP
     seen = set()
     for _ in range(blocks.REFIT_EVERY + 2):
         guide.symmetry_gain(num_samples=2)
-        chosen = guide._chosen
+        chosen = guide.average
         assert isinstance(chosen, BlocksOfDensity)
         seen.add(float(chosen._fitted["locs"][0][0]))
         with torch.no_grad():
@@ -314,7 +313,7 @@ def test_copies_fit_normals_of_their_own() -> None:
     guide = importance(AutoMultivariateNormal(hmm(True)), STATES)
     guide.symmetry_gain(num_samples=2)
     for other in (pickle.loads(pickle.dumps(guide)), copy.deepcopy(guide)):
-        assert other._chosen.guide is other.guide
+        assert other.average.guide is other.guide
         assert math.isfinite(other.symmetry_gain(num_samples=2).lower)
 
 

@@ -14,7 +14,7 @@ from pyro.infer.autoguide import AutoIAFNormal, AutoMultivariateNormal, AutoNorm
 from torch.distributions.transforms import StickBreakingTransform
 
 from pyro_sym import AutoSymmetrized, Permutation
-from pyro_sym.guides import density
+from pyro_sym.guides import site_normals
 from pyro_sym.guides import symmetrized as autoguide
 from tests.catalogue import normals
 from tests.conftest import Z_LIMIT
@@ -58,7 +58,7 @@ def test_gains_stay_between_zero_and_log_order(
 @pytest.mark.usefixtures("float64")
 def test_without_what_keeps_them_there_gains_are_absurd(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with the inverse of torch, and with all draws taken for good."""
-    monkeypatch.setattr(density, "_inverse", lambda transform, value: transform.inv(value))
+    monkeypatch.setattr(site_normals, "inverse", lambda transform, value: transform.inv(value))
     monkeypatch.setattr(autoguide, "reliable", lambda again, own: torch.ones_like(own, dtype=torch.bool))
     guide = AutoSymmetrized(
         AutoNormal(mixture, init_loc_fn=at_zero, init_scale=10.0), SHARES, estimator="importance"
@@ -71,7 +71,9 @@ def test_short_sticks_are_told_apart() -> None:
     sticks = StickBreakingTransform()
     free = torch.tensor([30.0, -20.0, 25.0, -31.0, 3.0])
     shares = sticks(free)
-    assert torch.allclose(density._inverse(sticks, shares), free, atol=0.01)  # but for what 1 - z rounds off
+    assert torch.allclose(
+        site_normals.inverse(sticks, shares), free, atol=0.01
+    )  # but for what 1 - z rounds off
     assert not torch.allclose(sticks.inv(shares), free, atol=1.0), "torch has mended it"
 
 

@@ -62,13 +62,13 @@ def by_hand(k: int, separation: float) -> Guide:
 def test_a_mixture_is_a_permanent(k: int) -> None:
     """Values and gradients against enumeration."""
     guide = AutoSymmetrized(by_hand(k, 0.5), MIXTURE, model=mixture(k))
-    layout, draws = guide._draw(5, (), {})
+    run = guide.draw(5)
     assert isinstance(guide._average, OneBlock) and guide.method == "exact"
-    density = guide._log_density(layout, draws, (), {})
-    values = guide._log_orbit_average(layout, draws, (), {})
-    reference = enumerated(MIXTURE, density, draws.values, density(draws.values))
+    density = run.density()
+    values = guide.log_average(run)
+    reference = enumerated(MIXTURE, density, run.draws.values, density(run.draws.values))
     assert torch.allclose(values, reference, rtol=0, atol=1e-10)
-    assert (values - draws.own).min() > -math.lgamma(k + 1) + 1e-3, "the case must have overlap"
+    assert (values - run.draws.own).min() > -math.lgamma(k + 1) + 1e-3, "the case must have overlap"
     parameters = [p.unconstrained() for p in pyro.get_param_store().values()]
     ours, theirs = (torch.autograd.grad(v.sum(), parameters, retain_graph=True) for v in (values, reference))
     for one, other in zip(ours, theirs, strict=True):
@@ -124,11 +124,11 @@ def test_signs_on_the_units() -> None:
 
     symmetry = Product(Permutation(TANH), SignFlip(TANH))
     symmetrised = AutoSymmetrized(guide, symmetry, model=tanh_layer)
-    layout, draws = symmetrised._draw(5, (), {})
+    run = symmetrised.draw(5)
     assert isinstance(symmetrised._average, OneBlock)
-    density = symmetrised._log_density(layout, draws, (), {})
-    reference = enumerated(symmetry, density, draws.values, draws.own)
-    ours = symmetrised._log_orbit_average(layout, draws, (), {})
+    density = run.density()
+    reference = enumerated(symmetry, density, run.draws.values, run.draws.own)
+    ours = symmetrised.log_average(run)
     assert torch.allclose(ours, reference, rtol=0, atol=1e-10)
 
 
@@ -182,11 +182,11 @@ def test_what_does_not_factorise_is_not_taken_for_it(
             pyro.sample(site, prior.to_event(1))
 
     symmetrised = AutoSymmetrized(guide, symmetry, model=model)
-    layout, draws = symmetrised._draw(5, (), {})
+    run = symmetrised.draw(5)
     assert isinstance(symmetrised._average, OneBlock) == factorises
-    density = symmetrised._log_density(layout, draws, (), {})
-    reference = enumerated(symmetry, density, draws.values, draws.own)
-    ours = symmetrised._log_orbit_average(layout, draws, (), {})
+    density = run.density()
+    reference = enumerated(symmetry, density, run.draws.values, run.draws.own)
+    ours = symmetrised.log_average(run)
     assert torch.allclose(ours, reference, rtol=0, atol=1e-10)
 
 

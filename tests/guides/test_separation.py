@@ -90,7 +90,7 @@ class Compared(AutoSymmetrized):
     def _certified_ratio(self, captured: Any, draws: Any) -> float | None:
         known = super()._certified_ratio(captured, draws)
         assert self._layout is not None
-        full = self._log_ratio(self._layout, draws, (), {})
+        full = self._log_ratio(self._run(self._layout, draws, (), {}))
         error = None if known is None else float(known - full.detach())
         self.__dict__.setdefault("errors", []).append(error)
         return known

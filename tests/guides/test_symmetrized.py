@@ -184,9 +184,9 @@ def test_every_autoguide_with_a_density(base: Callable[[Guide], Guide]) -> None:
     guide = AutoSymmetrized(base(constrained), SWAP_ALL)
     fit(constrained, guide, steps=5)
     with torch.no_grad():
-        layout, draws = guide._draw(20, (Y,), {})
-        again = guide._log_density(layout, draws, (Y,), {})(draws.values)
-    assert torch.allclose(draws.own, again, rtol=1e-9, atol=1e-9)
+        run = guide.draw(20, Y)
+        again = run.density()(run.draws.values)
+    assert torch.allclose(run.draws.own, again, rtol=1e-9, atol=1e-9)
     gain = guide.symmetry_gain(Y, num_samples=50)
     assert gain.method == "exact" and gain.lower == gain.upper == gain.estimate
     assert gain.estimate + Z_LIMIT * gain.standard_error >= -1e-9
@@ -211,11 +211,11 @@ def test_every_elbo_means_the_same(base: Callable[[Guide], Guide], elbo: ELBO) -
     guide = AutoSymmetrized(base(constrained), SWAP_ALL)
     fit(constrained, guide, steps=60)
     with torch.no_grad():
-        layout, draws = guide._draw(100, (Y,), {})
-        log_q = guide._log_orbit_average(layout, draws, (Y,), {})
+        run = guide.draw(100, Y)
+        log_q = guide.log_average(run)
         log_p = torch.stack(
             [
-                poutine.trace(poutine.condition(constrained, {n: v[i] for n, v in draws.values.items()}))
+                poutine.trace(poutine.condition(constrained, {n: v[i] for n, v in run.draws.values.items()}))
                 .get_trace(Y)
                 .log_prob_sum()
                 for i in range(100)
@@ -543,7 +543,7 @@ def test_gains_of_large_densities_keep_their_digits() -> None:
         (AutoDiagonalNormal(model, init_loc_fn=init, init_scale=1e-5), Permutation({"w": -2})),
     ):
         guide = AutoSymmetrized(base, symmetry)
-        own = guide._draw(1, (), {})[1].own.detach()
+        own = guide.draw(1).draws.own.detach()
         assert own.dtype == torch.float32 and float(own.abs()) > 1e5
         gain = guide.symmetry_gain(num_samples=5)
         assert gain.method == "importance"
@@ -601,7 +601,7 @@ def test_a_copy_of_a_trained_guide_is_symmetrised() -> None:
 def test_guides_that_lost_what_they_need() -> None:
     nameless = ByModule()
     nameless(Y)
-    with pytest.raises(ValueError, match="ByModule has been run already, and has no name"):
+    with pytest.raises(ValueError, match="ByModule has been run already and has no name"):
         AutoSymmetrized(nameless, SWAP, model=locations)
-    with pytest.raises(ValueError, match="AutoNormal lost its model when it was copied"):
+    with pytest.raises(ValueError, match="AutoNormal was copied or pickled before its first run"):
         AutoSymmetrized(copy.deepcopy(AutoNormal(locations)), SWAP, model=locations)

@@ -79,12 +79,11 @@ def by_hand() -> Guide:
 def halves(guide: AutoSymmetrized, count: int, num_elements: int) -> tuple[Tensor, Tensor]:
     """How far the bound and the unbiased estimate are from enumeration, at the guide's own draws."""
     with torch.no_grad():
-        layout, draws = guide._draw(count, (), {})
-        run = guide._run(layout, draws, (), {})
-        exact = enumerated(guide.symmetry, run.density(), draws.values, draws.own)
-        chosen = guide._chosen
+        run = guide.draw(count)
+        exact = enumerated(guide.symmetry, run.density(), run.draws.values, run.draws.own)
+        chosen = guide.average
         above, below = chosen.bound(run, num_elements), chosen.unbiased(run, num_elements)
-        return draws.own + above - exact, draws.own + below - exact
+        return run.draws.own + above - exact, run.draws.own + below - exact
 
 
 def check_direction(above: Tensor, below: Tensor) -> None:
@@ -108,10 +107,9 @@ def test_negative_control_another_factor_is_another_average() -> None:
     wrong = Viewed(Permutation({"conv": -4, "bias": -1, "linear": -1}), {"linear": (3, (2, 4))})
     guide = AutoSymmetrized(mean_field(), CONVOLUTION)
     with torch.no_grad():
-        layout, draws = guide._draw(5, (), {})
-        run = guide._run(layout, draws, (), {})
-        other = enumerated(wrong, run.density(), draws.values, draws.own)
-        assert (draws.own + guide._chosen.bound(run, 4) - other).abs().max() > 0.01
+        run = guide.draw(5)
+        other = enumerated(wrong, run.density(), run.draws.values, run.draws.own)
+        assert (run.draws.own + guide.average.bound(run, 4) - other).abs().max() > 0.01
 
 
 def test_a_correlated_guide_is_enumerated() -> None:

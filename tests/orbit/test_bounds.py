@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_sym.orbit import bounds
 from pyro_sym.orbit.bounds import bethe_lower, bethe_upper, capacity_lower, capacity_upper, fractional_upper
 from pyro_sym.orbit.permanent import log_permanent
-from tests.guides.test_site_normals import gaussian_pairs
+from tests.orbit.test_guided_permutations import gaussian_pairs
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -18,7 +18,7 @@ from pyro_sym.orbit import bracket as module
 from pyro_sym.orbit.bracket import bracket
 from pyro_sym.orbit.permanent import log_permanent
 from tests.conftest import Z_LIMIT
-from tests.guides.test_site_normals import gaussian_pairs
+from tests.orbit.test_guided_permutations import gaussian_pairs
 
 pytestmark = pytest.mark.usefixtures("float64")
 
