@@ -35,6 +35,7 @@ from pyro_sym.graph import aot, record
 from pyro_sym.graph.codegen import straight_line
 from pyro_sym.graph.record import trace
 from pyro_sym.graph.simplify import simplify as simplified
+from pyro_sym.guides.density import GuideCall, log_density
 from pyro_sym.model.all_rows import showing, widened
 from pyro_sym.model.conditioned_sites import fixed_parameters
 from pyro_sym.model.gradient import Gradient

@@ -35,8 +35,8 @@ class Chains:
     r"""All chains of a run, of shape ``(C, d)``, as one or several shards.
 
     Small chains are one shard and take each step together. Large ones are a shard each
-    (:func:`~pyro_sym.model.gradient.chain_slices`) and take it one after the other. Shards share the minibatch of
-    the step, its step size and temperature, and the mass that the preconditioner has learnt.
+    (:func:`~pyro_sym.model.gradient.chain_slices`) and take it one after the other. Shards share the
+    minibatch of the step, its step size and temperature, and the mass that the preconditioner has learnt.
 
     Energy and gradient are those at ``state[0]``, on the minibatch of the step to come; so every position has
     its energy when it becomes a draw, on a minibatch independent of it.
