@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["directional_temperatures"]
 
-LEAST = 8
-"""The least number of draws in a half."""
-
-SUBSTANTIAL = 0.1
-"""A warning needs a relative error of at least this."""
+LEAST = 8  # draws in a half, at least
+SUBSTANTIAL = 0.1  # a warning needs a relative error of at least this
 
 
 def directional_temperatures(

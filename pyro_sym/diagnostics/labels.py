@@ -18,10 +18,9 @@ CONFIDENCE = "alignment_confidence"
 
 
 def relabelling(draws: FiniteChains) -> pd.DataFrame | None:
-    """How the elements that alignment chose vary over draws; within a chain they change as labels switch.
+    """A table by part of the group: how the elements that alignment chose vary over draws.
 
-    Returns:
-        A table by part of the group, or ``None`` if nothing was aligned.
+    Within a chain they change as labels switch. Returns ``None`` if nothing was aligned.
     """
     import pandas as pd
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from pyro_sym.export.sites import unseen, variables
 from pyro_sym.export.vmap_draws import at_finite_draws
 from pyro_sym.model.all_rows import Window, windows
 from pyro_sym.model.program import (
+    Args,
     GivenIndices,
     SubsampledPlate,
     in_subsampled_plate,
@@ -40,18 +41,11 @@ MOST_DRAWS, CHUNK_NUMEL = 64, 2**20
 
 
 class Deterministic:
-    """The deterministic sites of a model.
+    """The deterministic sites of a model, whose trace ``first`` is at ``draw``.
 
     A site has one value a draw if it is a function of sites that have draws. It has not if it depends on
     sites that are summed out, or if it lies outside of a subsampled plate and depends on the rows that the
     plate or a loader happens to show.
-
-    Args:
-        model: the Pyro model.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        first: the model's trace at a draw.
-        draw: this draw, constrained values by site.
 
     Attributes:
         sites: by name, those that have one value a draw, as far as :meth:`compare` has found.
@@ -60,12 +54,7 @@ class Deterministic:
     """
 
     def __init__(
-        self,
-        model: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        first: poutine.Trace,
-        draw: Values,
+        self, model: Any, args: Args, kwargs: Mapping[str, Any], first: poutine.Trace, draw: Values
     ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         every = {name: site for name, site in variables(first) if is_deterministic(site)}
@@ -90,19 +79,17 @@ class Deterministic:
         """The sites that have a value for each row of a subsampled plate."""
         return [n for n, site in self.sites.items() if in_subsampled_plate(site["cond_indep_stack"])]
 
-    def compare(self, window: Window, args: tuple[Any, ...] | None = None) -> poutine.Trace:
+    def compare(self, window: Window, args: Args | None = None) -> poutine.Trace:
         """Run the model on other rows, those of a window or in ``args``, and leave out sites that change."""
         trace = self._run(self._draw, window, self.args if args is None else args)
         for name, site in list(self.sites.items()):
-            inside = in_subsampled_plate(site["cond_indep_stack"])
+            frames, value = site["cond_indep_stack"], self._expected[name]
+            inside = in_subsampled_plate(frames)
             if inside and window:
-                frames = site["cond_indep_stack"]
-                value = self._expected[name]
                 event_dim = event_dim_of(site, tuple(value.shape))
-                dims = [f.dim - event_dim for f in frames if f.vectorized and f.name in window]
-                if all(-dim <= value.dim() for dim in dims):
+                if all(event_dim - f.dim <= value.dim() for f in frames if f.vectorized and f.name in window):
                     continue
-            if inside or not _equal(self._expected[name], trace.nodes.get(name)):
+            if inside or not _equal(value, trace.nodes.get(name)):
                 self._leave_out(name)
         return trace
 
@@ -115,11 +102,7 @@ class Deterministic:
     def at(
         self, draws: Values, plates: Mapping[str, SubsampledPlate], wanted: Collection[str]
     ) -> dict[str, Tensor]:
-        """The values of wanted sites at draws ``(M, *shape)``, on all rows of the subsampled plates.
-
-        Returns:
-            Values by site, of shape ``(M, *shape)``; NaN at draws that are not finite.
-        """
+        """Wanted sites ``(M, *shape)`` on all rows of subsampled plates; NaN at draws that are not finite."""
         wanted = [name for name in self.sites if name in wanted]
         if not wanted:
             return {}
@@ -135,7 +118,7 @@ class Deterministic:
         with unseen():
             return at_finite_draws(partial(on_all_rows, one, needed, chunk_size), held)
 
-    def _run(self, draw: Values, window: Window, args: tuple[Any, ...]) -> poutine.Trace:
+    def _run(self, draw: Values, window: Window, args: Args) -> poutine.Trace:
         with GivenIndices(window) if window else nullcontext():
             held = poutine.condition(self.model, data={**self._others, **draw})
             return traced(held, args, self.kwargs)
