@@ -51,7 +51,7 @@ class FiniteChains:
         if not names:
             raise ValueError("there is no variable with coordinates to report on")
         raw = {name: _coordinates(posterior[name], max_coordinates) for name in names}
-        computed = _deterministic(data)
+        computed = read_attr(data, "deterministic", [])  # by the model from its latent sites
         sources = {name for name in names if name not in computed} or names
         by_name = {name: np.isfinite(raw[name]).all((1, 2)) for name in names if name in sources}  # (chain,)
         finite = np.stack(list(by_name.values())).all(0)
@@ -82,8 +82,7 @@ class FiniteChains:
                 values[name] = values[name][..., kept]
                 if not kept.any():
                     del values[name]
-        chains = np.flatnonzero(finite).tolist()
-        return cls(data, chains, sizes, raw, aligned, tuple(notes))
+        return cls(data, np.flatnonzero(finite).tolist(), sizes, raw, aligned, tuple(notes))
 
     def stats(self) -> xr.Dataset | None:
         """Statistics of the draws of these chains, if there are any."""
@@ -101,7 +100,7 @@ def convergence(draws: FiniteChains) -> pd.DataFrame:
     import pandas as pd
 
     table = pd.DataFrame(index=pd.Index(list(draws.raw), name="variable"))
-    kinds = dict.fromkeys(_deterministic(draws.data), "deterministic")
+    kinds = dict.fromkeys(read_attr(draws.data, "deterministic", []), "deterministic")
     kinds |= dict.fromkeys(read_attr(draws.data, "functions", []), "function")
     table["kind"] = [kinds.get(name, "site") for name in draws.raw]
     table["size"] = [draws.sizes[name] for name in draws.raw]
@@ -111,11 +110,6 @@ def convergence(draws: FiniteChains) -> pd.DataFrame:
         table[column] = values
         table[f"{column}_aligned"] = aligned.get(column, math.nan)
     return table
-
-
-def _deterministic(data: Any) -> set[str]:
-    """The variables that the model computes from its latent sites."""
-    return set(read_attr(data, "deterministic", []))
 
 
 def _diagnosed(values: dict[str, np.ndarray]) -> dict[str, list[float]]:

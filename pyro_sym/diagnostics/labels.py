@@ -18,10 +18,7 @@ CONFIDENCE = "alignment_confidence"
 
 
 def relabelling(draws: FiniteChains) -> pd.DataFrame | None:
-    """A table by part of the group: how the elements that alignment chose vary over draws.
-
-    Within a chain they change as labels switch. Returns ``None`` if nothing was aligned.
-    """
+    """A table, by part of the group, of the elements that alignment chose; ``None`` without alignment."""
     import pandas as pd
 
     stats = draws.stats()

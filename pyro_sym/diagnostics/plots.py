@@ -36,9 +36,9 @@ def plot_orbit(
     """Scatter two coordinates of each unit, before and after alignment.
 
     If the coordinates have a dim of units, say two weights into each hidden unit, every draw gives a point
-    for each unit, coloured by unit: colours are mixed in the raw draws, and form one cloud each where
-    alignment told the units apart. Colours repeat from the eleventh unit on. Without such a dim every draw is
-    one point, coloured by chain, and the copies of a mode are clouds.
+    for each unit, coloured by unit (colours repeat from the eleventh on): colours are mixed in the raw draws,
+    and form one cloud each where alignment separated the units. Without such a dim every draw is one point,
+    coloured by chain, and the copies of a mode are clouds.
 
     Args:
         data: what :func:`~pyro_sym.from_pyro` returned, with a symmetry.

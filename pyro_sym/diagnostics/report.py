@@ -113,12 +113,10 @@ def report(
     * **Gain**, **discrepancy** and **directions**, if they are given. With :class:`~pyro_sym.SGNHT` look at
       the directions: its thermostat holds the mean temperature even where directions are wrong.
 
-    A coordinate takes milliseconds, and a network has millions: of more than ``max_coordinates`` a fixed
-    random subset is used, and the column ``looked_at`` has its size. Chains with draws that are not finite
-    are left out.
-
-    ArviZ plots either group: ``az.plot_trace(dataset(data, "posterior_aligned"))``. :func:`plot_orbit` and
-    :func:`plot_temperatures` are plots that it does not have.
+    Of more than ``max_coordinates`` a fixed random subset is used, as each takes milliseconds; the column
+    ``looked_at`` has its size. Chains with draws that are not finite are left out. ArviZ plots either group:
+    ``az.plot_trace(dataset(data, "posterior_aligned"))``. It lacks :func:`plot_orbit` and
+    :func:`plot_temperatures`.
 
     Args:
         data: what :func:`~pyro_sym.from_pyro` or :func:`~pyro_sym.from_pyro_svi` returned.

@@ -104,4 +104,4 @@ def _positions(potential: Potential, draws: Mapping[str, Tensor], sample_ndim: i
         if shape[sample_ndim:] != expected:
             raise ValueError(f"draws of site {name!r} have shape {shape}, but one value has {expected}")
         values[name] = value.flatten(0, sample_ndim - 1)
-    return torch.cat([u.flatten(1) for u in potential.unconstrain(values).values()], -1)
+    return torch.cat([u.reshape(len(u), -1) for u in potential.unconstrain(values).values()], -1)

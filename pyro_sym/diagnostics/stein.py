@@ -96,8 +96,7 @@ def kernel_stein_discrepancy(
     along a chain with probability :math:`0.1 / \tau`. Here :math:`\tau` is the autocorrelation time under the
     kernel: the mean of :math:`k_p(x_i, x_{i + k})` over that of :math:`k_p(x_i, x_i)`, summed over lags.
     Signs of different chains are independent, and so are those of uncorrelated draws. With few effective
-    draws the p-value is seldom small: the test is valid, but has little power. Thinning costs power, and only
-    saves time. The random state is not changed.
+    draws the test is valid, but has little power. The random state is not changed.
 
     Args:
         draws: unconstrained values, of shape ``(n, d)``. :func:`unconstrained_score` makes them, and the

@@ -102,8 +102,13 @@ def allocation_probabilities(
     def one(draw: dict[str, Tensor]) -> dict[str, Tensor]:
         if sites[0] in mixtures:
             trace = traced(poutine.condition(model, data=draw), program.args, program.kwargs)
-            return {"p": _concatenated([_mixture_probabilities(trace.nodes[name]) for name in sites])}
-        return {"p": _concatenated(_marginals(program, draw, {name: nodes[name] for name in sites}))}
+            parts = [_mixture_probabilities(trace.nodes[name]) for name in sites]
+        else:
+            parts = _marginals(program, draw, {name: nodes[name] for name in sites})
+        if len(sizes := {part.shape[-1] for part in parts}) > 1:
+            found = f"the sites have different numbers of components, {sorted(sizes)}"
+            raise ValueError(f"{found}; name one as site")
+        return {"p": torch.cat(parts)}
 
     def probabilities(draws: Mapping[str, Tensor]) -> Tensor:
         for name, latent in program.latents.items():
@@ -157,10 +162,3 @@ def _by_datum(marginal: Tensor, node: Any) -> Tensor:
     by_value = marginal.movedim(node["infer"]["_enumerate_dim"], -1)
     by_value = by_value.reshape(-1, by_value.shape[-1])  # (N, K)
     return by_value / by_value.sum(-1, keepdim=True)
-
-
-def _concatenated(parts: list[Tensor]) -> Tensor:
-    sizes = {part.shape[-1] for part in parts}
-    if len(sizes) > 1:
-        raise ValueError(f"the sites have different numbers of components, {sorted(sizes)}; name one as site")
-    return torch.cat(parts)

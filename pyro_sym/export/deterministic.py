@@ -82,7 +82,7 @@ class Deterministic:
     def compare(self, window: Window, args: Args | None = None) -> poutine.Trace:
         """Run the model on other rows, those of a window or in ``args``, and leave out sites that change."""
         trace = self._run(self._draw, window, self.args if args is None else args)
-        for name, site in list(self.sites.items()):
+        for name, site in self.sites.items():
             frames, value = site["cond_indep_stack"], self._expected[name]
             inside = in_subsampled_plate(frames)
             if inside and window:
@@ -90,14 +90,13 @@ class Deterministic:
                 if all(event_dim - f.dim <= value.dim() for f in frames if f.vectorized and f.name in window):
                     continue
             if inside or not _equal(value, trace.nodes.get(name)):
-                self._leave_out(name)
+                self._leave_out([name])
         return trace
 
     def leave_out_in(self, plates: Collection[str]) -> None:
         """Leave out the sites in one of these plates."""
-        for name, site in list(self.sites.items()):
-            if any(frame.name in plates for frame in site["cond_indep_stack"]):
-                self._leave_out(name)
+        inside = {n: {frame.name for frame in site["cond_indep_stack"]} for n, site in self.sites.items()}
+        self._leave_out([name for name, around in inside.items() if not around.isdisjoint(plates)])
 
     def at(
         self, draws: Values, plates: Mapping[str, SubsampledPlate], wanted: Collection[str]
@@ -123,18 +122,16 @@ class Deterministic:
             held = poutine.condition(self.model, data={**self._others, **draw})
             return traced(held, args, self.kwargs)
 
-    def _leave_out(self, name: str) -> None:
-        self.left_out.add(name)
-        self.sites.pop(name, None)
+    def _leave_out(self, names: Collection[str]) -> None:
+        self.left_out.update(names)
+        self.sites = {name: site for name, site in self.sites.items() if name not in names}
 
     def _leave_out_random(self, rows: Window) -> None:
         """Leave out the sites that depend on sites without draws."""
         for _ in range(NUM_RUNS if self._others else 0):
             with pyro.validation_enabled(False), _Redraw(self._others), GivenIndices(rows):
                 trace = traced(poutine.condition(self.model, data=self._draw), self.args, self.kwargs)
-            for name in list(self.sites):
-                if not _equal(self._expected[name], trace.nodes.get(name)):
-                    self._leave_out(name)
+            self._leave_out([n for n in self.sites if not _equal(self._expected[n], trace.nodes.get(n))])
 
 
 class _Redraw(Messenger):
@@ -156,10 +153,8 @@ class _Redraw(Messenger):
 
 
 def _equal(value: Tensor, site: Any) -> bool:
-    if site is None:
-        return False
-    other = torch.as_tensor(site["value"])
-    if value.shape != other.shape or value.dtype != other.dtype:
+    other = None if site is None else torch.as_tensor(site["value"])
+    if other is None or value.shape != other.shape or value.dtype != other.dtype:
         return False
     if not value.is_floating_point() or not value.numel():
         return torch.equal(value, other)

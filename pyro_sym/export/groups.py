@@ -29,7 +29,6 @@ __all__ = ["convert"]
 Group = dict[str, Variable]
 
 FUNCTION_CHUNK = 64
-
 LATENT_SITE = "latent_site"  # the dim of statistics that have a value for each latent site
 
 
@@ -43,7 +42,9 @@ def convert(fit: Fit, asked: Options) -> Any:
         attrs["functions"] = [legal(name) for name in functions]
     attrs |= {"inference_library": "pyro", "inference_library_version": pyro.__version__}
     groups: dict[str, Group] = {"posterior": _sites(fit.draws, model, computed, functions)}
-    stats = {name: Variable(value, _stat_dims(value, fit.latent_sites)) for name, value in fit.stats.items()}
+    num_sites = len(fit.latent_sites)
+    by_site = {name for name, value in fit.stats.items() if num_sites and value.shape[2:] == (num_sites,)}
+    stats = {n: Variable(value, [LATENT_SITE] if n in by_site else None) for n, value in fit.stats.items()}
     if (symmetry := asked["symmetry"]) is not None:
         result = aligned(fit.draws, symmetry)
         # Given draws of deterministic sites are not aligned: they are computed again from the aligned sites.
@@ -51,10 +52,7 @@ def convert(fit: Fit, asked: Options) -> Any:
         moved = {name: value for name, value in result.draws.items() if name not in again}
         groups["posterior_aligned"] = _sites(moved, model, {*computed, *again}, functions)
         if clash := stats.keys() & result.stats.keys():
-            raise ValueError(
-                f"the kernel's statistics {sorted(clash)} have the names of statistics of the alignment; "
-                "rename them, or export a dict of draws"
-            )
+            raise ValueError(f"statistics {sorted(clash)} have the names of the alignment's; rename them")
         stats |= {name: Variable(value) for name, value in result.stats.items()}
         attrs |= {"symmetry": repr(symmetry), **result.attrs}
     groups["sample_stats"] = stats
@@ -73,17 +71,10 @@ def convert(fit: Fit, asked: Options) -> Any:
         "predictions": _given_draws(asked["predictions"], fit, model),
         "predictions_constant_data": _data(asked["predictions_constant_data"]),
     }
-    by_site = any(statistic.dims for statistic in stats.values())
     coords = ({LATENT_SITE: fit.latent_sites} if by_site else {}) | dict(asked["coords"] or {})
     parts = finish(groups, coords, asked["dims"]), finish(ahead, asked["pred_coords"], asked["pred_dims"])
     arrays, names, labels = ({**now, **later} for now, later in zip(*parts, strict=True))
     return _arviz.build(arrays, coords=labels, dims=names, attrs=as_json(attrs))
-
-
-def _stat_dims(value: Tensor, latent_sites: list[str]) -> list[str | None] | None:
-    """Names of the dims of a statistic after chain and draw, if it has a value for each latent site."""
-    by_site = latent_sites and value.shape[2:] == (len(latent_sites),)
-    return [LATENT_SITE] if by_site else None
 
 
 def _needed(model: ShownModel | None, what: str) -> ShownModel:

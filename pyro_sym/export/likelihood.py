@@ -55,9 +55,8 @@ def log_likelihood(
     * Factors and deterministic sites are not data, nor are parameters that ``poutine.condition`` fixes
       (sites whose density does not depend on the latent sites).
 
-    Many draws are evaluated at once by ``torch.func.vmap``; where the model's control flow depends on their
-    values they are evaluated one by one, with a warning. The random state is restored, and handlers outside
-    see nothing.
+    Draws are evaluated together by ``torch.func.vmap`` or, where the model's control flow depends on their
+    values, one by one with a warning. The random state is restored, and handlers outside see nothing.
 
     Args:
         model: a Pyro model.
@@ -73,12 +72,11 @@ def log_likelihood(
 
     Raises:
         ValueError: if there are no draws or their shapes don't fit the model's sites, a latent site has none
-            and can't be summed out, or the rows of a subsampled plate are chosen by the model's arguments
-            rather than by the plate.
+            and can't be summed out, or the model's arguments choose the rows of a subsampled plate.
 
     Warns:
-        UserWarning: if the model has no data, so that the result is empty, or if it has a ``pyro.factor`` in
-            a plate of data: it may belong to the likelihood, but is not in the result.
+        UserWarning: if the model has no data, so that the result is empty, or a ``pyro.factor`` in a plate of
+            data, which may belong to the likelihood but is not in the result.
 
     Example:
         >>> def model(y):
@@ -182,9 +180,8 @@ class PointwiseLikelihood:
         if not self.data:
             factors = f", and its factors {list(self._factors)} are no data" if self._factors else ""
             warnings.warn(
-                f"the model has no observed sites{factors}, so that there is no log likelihood by datum; "
-                "observe data by pyro.sample(..., obs=...), if need be with a distribution of your own whose "
-                "log_prob is the factor",
+                f"the model has no observed sites{factors}, so that there is no log likelihood by datum; use "
+                "pyro.sample(..., obs=...), if need be with a distribution whose log_prob is the factor",
                 stacklevel=stacklevel,
             )
             return

@@ -35,19 +35,12 @@ SAMPLE_DIMS = ("chain", "draw")
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable of a group.
+    """A variable of a group."""
 
-    Attributes:
-        value: of shape ``(chain, draw, *shape)``, or ``shape`` if it is data.
-        dims: names of the dims of ``shape``, as far as the model has them; ``None`` if it has none.
-        kept: which entries were observed, of the first dims of ``shape``; ``None`` for all.
-        sequential: the sequential plates around it.
-    """
-
-    value: Tensor
-    dims: Sequence[str | None] | None = None
-    kept: Tensor | None = None
-    sequential: tuple[str, ...] = ()
+    value: Tensor  # of shape (chain, draw, *shape), or shape if it is data
+    dims: Sequence[str | None] | None = None  # names of the dims of shape, as far as the model has them
+    kept: Tensor | None = None  # which entries were observed, of the first dims of shape; None for all
+    sequential: tuple[str, ...] = ()  # the sequential plates around it
 
 
 Groups = Mapping[str, Mapping[str, Variable]]
@@ -133,12 +126,10 @@ def shown(site: Any) -> Shown:
 
 def plate_dims(frames: Iterable[Any], batch_shape: tuple[int, ...]) -> list[str | None]:
     """The plate on each batch dim, if the dim has the size of the plate or of its subsample."""
-    plates = {frame.dim: frame for frame in frames if frame.vectorized}
-    fits = {
-        dim: dim >= -len(batch_shape) and batch_shape[dim] in (f.size, f.full_size)
-        for dim, f in plates.items()
-    }
-    return [plates[axis].name if fits.get(axis) else None for axis in range(-len(batch_shape), 0)]
+    ndim = len(batch_shape)
+    inside = [f for f in frames if f.vectorized and -f.dim <= ndim]
+    names = {f.dim: f.name for f in inside if batch_shape[f.dim] in (f.size, f.full_size)}
+    return [names.get(axis) for axis in range(-ndim, 0)]
 
 
 def stacked(variables: Mapping[str, Variable], sample_ndim: int) -> dict[str, Variable]:

@@ -80,25 +80,17 @@ class _SimulateData(poutine.messenger.Messenger):
             return
         self.names.add(msg["name"])
         fn = base_of(msg["fn"])
+        refused, kind = f"data of site {msg['name']!r} can't be simulated", type(fn).__name__
         if getattr(fn, "duration", 0) is None:  # Pyro's distributions of sequences
-            raise RefusedError(
-                f"data of site {msg['name']!r} can't be simulated: its {type(fn).__name__} has no duration; "
-                "pass duration=, the number of steps"
-            )
+            raise RefusedError(f"{refused}: its {kind} has no duration; pass duration=, the number of steps")
         try:
             msg["value"] = msg["fn"](*msg["args"], **msg["kwargs"])
         except NotImplementedError as error:
-            raise RefusedError(
-                f"data of site {msg['name']!r} can't be simulated: {type(fn).__name__} has no sample method; "
-                "write one, or pass data simulated elsewhere"
-            ) from error
+            raise RefusedError(f"{refused}: {kind} has no sample method; write one, or pass data") from error
         msg["is_observed"] = False
 
 
 class _RefuseImproper(poutine.messenger.Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         if msg["value"] is None and isinstance(base_of(msg["fn"]), dist.ImproperUniform):
-            raise RefusedError(
-                f"the prior of site {msg['name']!r} is improper and can't be sampled; leave prior out, or "
-                "pass draws by site"
-            )
+            raise RefusedError(f"prior of site {msg['name']!r} is improper; leave prior out, or pass draws")

@@ -34,26 +34,17 @@ Kwargs = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Fit:
-    """Draws, and the model with its arguments that they are of, if there is one.
+    """Draws and their statistics, by name, and the model with its arguments, if there is one."""
 
-    Attributes:
-        draws: posterior draws by site, of shape ``(num_chains, num_samples, *shape)``.
-        stats: statistics of the draws by name, of shape ``(num_chains, num_samples, *shape)``.
-        attrs: attributes of the export.
-        shows_all: whether the model can show any row of its subsampled plates.
-        other_args: positional arguments with another batch, if ``args`` hold one batch of a loader.
-        latent_sites: the sites that statistics by site are of, in this order.
-    """
-
-    draws: dict[str, Tensor]
+    draws: dict[str, Tensor]  # (num_chains, num_samples, *shape)
     model: Model
     args: Args
     kwargs: Kwargs
-    stats: dict[str, Tensor] = field(default_factory=dict)
-    attrs: dict[str, Any] = field(default_factory=dict)
-    shows_all: bool = True
-    other_args: Args | None = None
-    latent_sites: list[str] = field(default_factory=list)
+    stats: dict[str, Tensor] = field(default_factory=dict)  # (num_chains, num_samples, *shape)
+    attrs: dict[str, Any] = field(default_factory=dict)  # of the export
+    shows_all: bool = True  # whether the model can show any row of its subsampled plates
+    other_args: Args | None = None  # with another batch, if args hold one batch of a loader
+    latent_sites: list[str] = field(default_factory=list)  # of statistics by site, in their order
 
     @property
     def sample_shape(self) -> torch.Size:

@@ -53,16 +53,12 @@ def at_finite_draws(function: Callable[[Values], dict[str, Tensor]], draws: Valu
         return function(draws)
     if not finite.any():
         return {}
-    values = function({name: value[finite] for name, value in draws.items()})
-    return {name: _spread(value, finite) for name, value in values.items()}
-
-
-def _spread(value: Tensor, where: Tensor) -> Tensor:
-    """Put values of some draws in their places among all draws; the others are NaN."""
-    whole = torch.full((len(where), *value.shape[1:]), torch.nan, device=value.device)
-    whole = whole.to(value.dtype) if value.is_floating_point() else whole  # (M, *shape)
-    whole[where] = value.to(whole.dtype)
-    return whole
+    spread = {}
+    for name, value in function({name: value[finite] for name, value in draws.items()}).items():
+        dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
+        spread[name] = value.new_full((len(finite), *value.shape[1:]), torch.nan, dtype=dtype)
+        spread[name][finite] = value.to(dtype)
+    return spread
 
 
 def _by_chunks(function: OfOneDraw, draws: Values, chunk_size: int) -> dict[str, Tensor]:

@@ -304,17 +304,17 @@ class BayesianModule(nn.Module):
         Raises:
             ValueError: if the value is outside of the prior's support.
         """
-        name = site["name"]
+        name, fn = site["name"], site["fn"]
         if name not in self._priors or name in self.likelihood.priors:
             value: Tensor = init_to_median(site)
             return value
         value = self.net.get_parameter(name).detach()
-        if not site["fn"].support.check(value).all():
+        if not fn.support.check(value).all():
             raise ValueError(
-                f"the network's own value of {name!r} is outside of its prior's support, "
-                f"{site['fn'].support}; start elsewhere, or choose a prior that has it"
+                f"the network's own value of {name!r} is outside of its prior's support, {fn.support}; start "
+                "elsewhere, or choose a prior that has it"
             )
-        return value.expand(site["fn"].shape()).clone()
+        return value.expand(fn.shape()).clone()
 
 
 def _priors_of(net: nn.Module, prior: Any, chosen: Collection[str]) -> dict[str, Any]:

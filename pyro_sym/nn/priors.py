@@ -157,19 +157,15 @@ def fan_in(parameter: Tensor, module: nn.Module) -> int:
 
 def fitted(prior: Any, name: str, parameter: Tensor) -> Any:
     """A prior, checked, as one event of the parameter's shape, dtype and device."""
+    what, kind = f"the prior of parameter {name!r}", type(prior)
     if not isinstance(prior, Distribution):
-        raise TypeError(
-            f"the prior of parameter {name!r} is {prior!r}; let the function of (name, parameter, module) "
-            "return a distribution, or None to leave the parameter deterministic"
-        )
+        raise TypeError(f"{what} is {prior!r}; return a distribution, or None for a deterministic parameter")
     if not isinstance(prior, TorchDistributionMixin):
-        raise TypeError(
-            f"the prior of parameter {name!r} is {prior!r} of {type(prior).__module__}; pass Pyro's, "
-            f"pyro.distributions.{type(prior).__name__}"
-        )
+        cure = f"pass Pyro's, pyro.distributions.{kind.__name__}"
+        raise TypeError(f"{what} is {prior!r} of {kind.__module__}; {cure}")
     given: Any = moved(prior, parameter)
     if given.support.is_discrete:
-        raise ValueError(f"the prior of parameter {name!r} is discrete: {prior!r}; parameters are continuous")
+        raise ValueError(f"{what} is discrete: {prior!r}; parameters are continuous")
     batch = parameter.shape[: parameter.dim() - len(given.event_shape)]
     try:
         expanded = given.expand(batch).to_event(len(batch))
@@ -179,7 +175,7 @@ def fitted(prior: Any, name: str, parameter: Tensor) -> Any:
         shapes = (
             f"{tuple(given.shape())}, which doesn't broadcast to the parameter's, {tuple(parameter.shape)}"
         )
-        raise ValueError(f"the prior of parameter {name!r} has shape {shapes}")
+        raise ValueError(f"{what} has shape {shapes}")
     return expanded
 
 

@@ -27,12 +27,10 @@ def select(net: nn.Module, selectors: Selector | Sequence[Selector]) -> frozense
 
 def _selected(net: nn.Module, selector: Selector) -> frozenset[str]:
     chosen = {id(parameter) for parameter in _parameters(net, selector)}
-    all_names = {name: id(parameter) for name, parameter in net.named_parameters()}
-    if names := frozenset(name for name, key in all_names.items() if key in chosen):
+    keys = {name: id(parameter) for name, parameter in net.named_parameters()}
+    if names := frozenset(name for name, key in keys.items() if key in chosen):
         return names
-    raise ValueError(
-        f"{selector!r} selects no parameter of the network; its parameters are {list(all_names)}"
-    )
+    raise ValueError(f"{selector!r} selects no parameter of the network; its parameters are {list(keys)}")
 
 
 def _parameters(net: nn.Module, selector: Selector) -> list[nn.Parameter]:
