@@ -34,7 +34,7 @@ LATENT_SITE = "latent_site"  # the dim of statistics that have a value for each 
 
 def convert(fit: Fit, asked: Options) -> Any:
     """Make all groups that were asked for, and pass them to ArviZ."""
-    model = None if fit.model is None else ShownModel(fit)
+    model = None if fit.model is None else ShownModel(fit.model, fit)
     functions = asked["functions"] or {}
     computed = _deterministic_to_compute(model, asked)
     attrs = {**fit.attrs, "versions": versions()}
@@ -72,7 +72,7 @@ def convert(fit: Fit, asked: Options) -> Any:
         "predictions_constant_data": _data(asked["predictions_constant_data"]),
     }
     coords = ({LATENT_SITE: fit.latent_sites} if by_site else {}) | dict(asked["coords"] or {})
-    parts = finish(groups, coords, asked["dims"]), finish(ahead, asked["pred_coords"], asked["pred_dims"])
+    parts = [finish(groups, coords, asked["dims"]), finish(ahead, asked["pred_coords"], asked["pred_dims"])]
     arrays, names, labels = ({**now, **later} for now, later in zip(*parts, strict=True))
     return _arviz.build(arrays, coords=labels, dims=names, attrs=as_json(attrs))
 

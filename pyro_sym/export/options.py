@@ -72,8 +72,10 @@ def checked(options: Options, function: str) -> Options:
     if not isinstance(asked["deterministic"], Collection | bool):
         raise TypeError(f"deterministic is {asked['deterministic']!r}; pass True for all, False, or names")
     if not isinstance(asked["log_likelihood"], bool):  # it would compute its own in place of given values
-        given = type(asked["log_likelihood"]).__name__
-        raise TypeError(f"log_likelihood is a {given}; pass True or False, as the model computes its values")
+        raise TypeError(
+            f"log_likelihood is a {type(asked['log_likelihood']).__name__}; pass True or False, as the model "
+            "computes its values"
+        )
     prior = asked["prior"]
     if isinstance(prior, int) and (prior < 1 or isinstance(prior, bool)):
         raise ValueError(f"prior={prior!r} is no number of draws; pass one >= 1, or draws by site")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,16 +34,15 @@ class ShownModel:
         deterministic: its deterministic sites.
     """
 
-    def __init__(self, fit: Fit) -> None:
-        self.program: Any = fit.model
-        self._fit, draw = fit, fit.first_finite
+    def __init__(self, program: Callable[..., Any], fit: Fit) -> None:
+        self.program, self._fit, draw = program, fit, fit.first_finite
         with unseen():
-            self.fixed = fixed_parameters(self.program, fit.args, fit.kwargs, draw)
-            first = self.trace(FromPrior()(poutine.condition(self.program, data=dict(draw))))
+            self.fixed = fixed_parameters(program, fit.args, fit.kwargs, draw)
+            first = self.trace(FromPrior()(poutine.condition(program, data=dict(draw))))
             self.sites = dict(variables(first))
             _refuse_flat_draws(self.sites, draw)
             self.plates = subsampled_plates(first) if fit.shows_all else {}
-            self.deterministic = Deterministic(self.program, fit.args, fit.kwargs, first, draw)
+            self.deterministic = Deterministic(program, fit.args, fit.kwargs, first, draw)
             self._read(first, draw)
             if not fit.shows_all:
                 self.deterministic.leave_out_in(subsampled_plates(first))
