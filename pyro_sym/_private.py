@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.fx.node import map_aggregate
 
+from pyro_sym.errors import NoDensityError
+
 __all__ = [
     "OpOverload",
     "TorchDispatchMode",
@@ -35,6 +37,7 @@ __all__ = [
     "is_mutable",
     "mask_of_distribution",
     "operands_of",
+    "parts_of",
     "replaced_in_this_thread",
     "returns_view",
     "tree_flatten",
@@ -74,7 +77,7 @@ except ImportError:  # lists, tuples and dicts only
         """The leaves of a container, and what it is without them."""
         numbers = count()
         numbered = map_aggregate(tree, lambda leaf: next(numbers))
-        return tree_leaves(tree), TreeSpec(numbered, repr(numbered))
+        return tree_leaves(tree), TreeSpec(numbered, repr(numbered))  # type: ignore[call-arg]
 
     def tree_unflatten(leaves: Sequence[Any], spec: Any) -> Any:  # type: ignore[misc]
         """A container of other leaves."""
@@ -247,6 +250,19 @@ def mask_of_distribution(distribution: Any) -> Tensor | bool:
 def constraint_of(store: Any, name: str, default: Any) -> Any:
     """The constraint of a parameter of a store, or that of its statement."""
     return getattr(store, "_constraints", {}).get(name, default)
+
+
+def parts_of(guide: Any, *names: str) -> list[Any]:
+    """Attributes of an autoguide that its density is made of.
+
+    Raises:
+        NoDensityError: if it lacks one.
+    """
+    for name in names:
+        if not hasattr(guide, name):
+            kind, version = type(guide).__name__, pyro.__version__
+            raise NoDensityError(f"{kind} of Pyro {version} has no {name}, which its density is made of")
+    return [getattr(guide, name) for name in names]
 
 
 def called_guide(part: Any) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from pyro import poutine
 from pyro.distributions import MaskedDistribution
 from pyro.infer import Trace_ELBO
-from pyro.infer.autoguide import AutoNormal
+from pyro.infer.autoguide import AutoGaussian, AutoNormal, AutoStructured
 from pyro.infer.autoguide.guides import AutoCallable
 from pyro.nn import PyroModule
 from pyro.poutine import messenger, runtime
@@ -28,11 +29,13 @@ from torch.distributions.transforms import AffineTransform
 
 from pyro_sym import RecordedELBO, _private
 from pyro_sym._private import replaced_in_this_thread, unvalidated
+from pyro_sym.errors import NoDensityError
 from pyro_sym.export.pointwise import mask_of
-from pyro_sym.graph import record
+from pyro_sym.graph import aot, record
 from pyro_sym.graph.codegen import straight_line
 from pyro_sym.graph.record import trace
 from pyro_sym.graph.simplify import simplify as simplified
+from pyro_sym.guides.density import GuideCall, log_density
 from pyro_sym.model.all_rows import showing, widened
 from pyro_sym.model.conditioned_sites import fixed_parameters
 from pyro_sym.model.gradient import Gradient
@@ -173,6 +176,31 @@ def test_without_parts_of_guides() -> None:
     module = PyroModule[nn.Linear](1, 1)
     del module.__dict__["_pyro_context"]
     assert not _private.has_run(module)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(AutoStructured, "_sorted_sites"), (AutoGaussian, "_dense_get_mvn")]
+)
+def test_without_what_a_density_is_made_of(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kwargs = {"backend": "dense"} if make is AutoGaussian else {}
+    guide = make(model, **kwargs)
+    guide(DATA)
+    call = GuideCall({"loc": 0}, (DATA,), {}, {})
+    assert log_density(guide, call)({"loc": torch.zeros(2)}).shape == (2,)
+    if name in vars(guide):
+        monkeypatch.delattr(guide, name)
+    else:
+        monkeypatch.delattr(type(guide), name)
+    with pytest.raises(NoDensityError, match=f"has no {name}"):
+        log_density(guide, call)
+
+
+def test_without_the_loader_of_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor
+
+    monkeypatch.delattr(torch._C._aoti, "AOTIModelPackageLoader")
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: SimpleNamespace(loader=path))
+    assert aot._load(Path("x.pt2")) == "x.pt2"
 
 
 def test_without_constraints_of_the_store() -> None:

@@ -360,8 +360,9 @@ def test_built_in_kernels_keep_the_contract(make: partial[Any]) -> None:
 
 
 class TemperatureSquared(BAOA):
-    def step(self, *args: Any, temperature: Any, **options: Any) -> Any:
-        return super().step(*args, temperature=temperature**2, **options)
+    def step(self, *args: Any, **options: Any) -> Any:
+        options["temperature"] = options["temperature"] ** 2
+        return super().step(*args, **options)
 
 
 class HeatsWhenRun(SGLD):
@@ -420,9 +421,10 @@ class CountsSteps(SGLD):
 
     count = 0
 
-    def step(self, *args: Any, step_size: Any, **options: Any) -> Any:
+    def step(self, *args: Any, **options: Any) -> Any:
         self.count += 1
-        return super().step(*args, step_size=step_size / self.count, **options)
+        options["step_size"] = options["step_size"] / self.count
+        return super().step(*args, **options)
 
 
 class InSingle(SGLD):
@@ -439,9 +441,10 @@ class StopsInPlace(SGLD):
 class NumbersOnly(SGLD):
     """A branch on the type of the step size: compiled steps would take another road than eager ones."""
 
-    def step(self, *args: Any, step_size: Any, **options: Any) -> Any:
-        slowed = step_size / 2 if isinstance(step_size, Tensor) else step_size
-        return super().step(*args, step_size=slowed, **options)
+    def step(self, *args: Any, **options: Any) -> Any:
+        if isinstance(options["step_size"], Tensor):
+            options["step_size"] = options["step_size"] / 2
+        return super().step(*args, **options)
 
 
 class Climbs(SGLD):
@@ -460,8 +463,9 @@ class ForgetsRows(SGLD):
 
 
 class Thermostat(SGNHT):
-    def step(self, *args: Any, temperature: Any, **options: Any) -> Any:
-        return super().step(*args, temperature=1.2 * temperature, **options)
+    def step(self, *args: Any, **options: Any) -> Any:
+        options["temperature"] = 1.2 * options["temperature"]
+        return super().step(*args, **options)
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ __all__ = ["align_allocations"]
 Method = Literal["kl", "ecr"]
 Probabilities = Callable[[dict[str, Tensor]], Tensor]
 
-# Probabilities are held away from 0, so that one datum can't veto a labelling.
+# Probabilities are clamped from below, so that one datum can't veto a labelling.
 LEAST_PROBABILITY = 1e-6
-# By default so many probabilities are computed at once.
+# How many probabilities a chunk has by default.
 CHUNK_NUMEL = 2**20
 
 
@@ -39,7 +39,7 @@ def align_allocations(
     max_sweeps: int = 100,
     chunk_size: int | None = None,
 ) -> Alignment:
-    r"""Label the components of every draw by what they explain, not by their parameters.
+    r"""Label the components of every draw by the data they explain, not by their parameters.
 
     Let :math:`p_{mij}` be the probability, at draw :math:`m`, that component :math:`j` made datum :math:`i`,
     and :math:`q_{il} = \frac{1}{M} \sum_m p_{m,i,\pi_m(l)}` their mean over draws as they are labelled.
@@ -60,8 +60,8 @@ def align_allocations(
         \qquad z_i = \arg\max_l q_{il}.
 
     Both are sums over draws of one linear assignment each, and the sum over all draws decides when to stop.
-    Probabilities are computed anew in each sweep, chunk by chunk, and never kept: memory is that of one chunk
-    and of :math:`q`. The descent starts from the labels as they are and from the probabilities of
+    Probabilities are recomputed chunk by chunk in each sweep, so memory is that of one chunk and of
+    :math:`q`. The descent starts from the labels as they are and from the probabilities of
     ``num_references`` draws, side by side in the same sweeps; the lowest :math:`J` wins, the earlier start if
     they tie. Nothing is random.
 
@@ -129,8 +129,8 @@ def align_allocations(
     stride = stream.num_draws / num_references if num_references else 0.0
     for first in sorted({int((k + 0.5) * stride) for k in range(num_references)}):
         starts.append(_Labelling(stream, method, stream.chunk(slice(first, first + 1))[0]))
-    entropy = 0.0  # of all probabilities, which labels do not change
-    for sweep in range(max_sweeps + 1):  # the first is where the starts are
+    entropy = 0.0  # of all probabilities; labels do not change it
+    for sweep in range(max_sweeps + 1):  # the first computes the objective of the starts
         active = [start for start in starts if not start.converged]
         if not active:
             break
@@ -159,7 +159,7 @@ def align_allocations(
 
 
 class _Stream:
-    """Allocation probabilities of all draws, chunk by chunk, in float64 and held away from 0."""
+    """Allocation probabilities of all draws, chunk by chunk, in float64 and clamped from below."""
 
     def __init__(self, compute: Callable[[slice], Tensor], num_draws: int, size: int) -> None:
         self._compute, self.num_draws, self.size = compute, num_draws, size
@@ -220,18 +220,17 @@ class _Labelling:
         self.objective: list[float] = []
         self.converged = False
         self._method = method
-        self._mean = first  # none for draws that are to be visited as they are
+        self._mean = first  # None to keep the labels of the draws in the first sweep
         self._begin(torch.zeros(stream.num_data, stream.size, dtype=torch.float64))
 
     def _begin(self, zeros: Tensor) -> None:
         self._total, self._moved = zeros, False
 
     def visit(self, rows: slice, p: Tensor) -> None:
-        """Label some draws, and add them to the next mean."""
+        """Label some draws, ``p`` of shape ``(m, N, K)``, and add them to the next mean."""
         labels = self.labels[rows]
         if self._mean is not None:
-            # The mean of scores over data: what a component loses in a slot.
-            cost = -(self._scores(self._mean).T @ p)
+            cost = -(self._scores(self._mean).T @ p)  # of component in slot, (m, K, K)
             new = assign(cost)
             now, then = _price(cost, labels), _price(cost, new)
             better = then < now - LEAST_GAIN * (1 + now.abs())
@@ -241,7 +240,7 @@ class _Labelling:
         self._total += _labelled(p, labels).sum(0)
 
     def finish(self, entropy: float) -> None:
-        """Take the mean over all draws, and see whether the objective has fallen; ``entropy`` is of all p."""
+        """Update the mean and the objective after a sweep; ``entropy`` is that of all probabilities."""
         if self.objective and not self._moved:
             self.converged = True
             return

@@ -49,16 +49,16 @@ def align(
         C_{ji} = \min_{s = \pm 1} \sum_c (s\,\theta_{ic} - \mu_{jc})^2 / \sigma_{jc}^2,
 
     and are read off afterwards. Several members of a :class:`Product` are taken in turn, each with the
-    others held. A site with two axes of one permutation makes the problem quadratic: there the linearised
-    assignment, the assignment by the diagonal, and swaps of two labels are tried, and kept for draws that
-    they improve.
+    others held; a group of another kind is asked for its :meth:`~Group.closest`. A site with two axes of one
+    permutation makes the problem quadratic: there the linearised assignment, the assignment by the diagonal,
+    and swaps of two labels are tried, and kept for draws that they improve.
 
     The descent starts from the draws as they are and from ``num_references`` of the draws as first mean; the
     lowest :math:`J` wins, the earlier start if they tie. For one permutation, or one set of signs, on one
     axis a site the choice at fixed moments is the best there is. For all other groups draws may be caught in
-    local optima, alone or together: at the moments that were found, every draw is placed anew, block by block
-    in another order of the blocks, and moved where that brings it closer; the descent goes on until none of
-    ``num_restarts`` orders moves a draw. Nothing is random.
+    local optima, alone or together: at the moments that were found, every draw is placed from scratch, block
+    by block in another order of the blocks, and moved where that brings it closer; the descent goes on until
+    none of ``num_restarts`` orders moves a draw. Nothing is random.
 
     Labels that all draws share are arbitrary. With a ``reference``, one element :math:`h` for all draws is
     chosen after that, with :math:`h^{-1}` bringing the reference closest to the mean,
@@ -81,16 +81,17 @@ def align(
         \Delta_m = \min_{h \ne g_m} \sum_c \frac{\bigl((h \cdot \theta_m)_c - \mu_c\bigr)^2
                    - \bigl((g_m \cdot \theta_m)_c - \mu_c\bigr)^2}{2 \sigma_c^2}.
 
-    For one permutation, with signs or without, on one axis a site all rivals are looked at; for all other
-    groups those that differ in one member and its signs, or by one swap or flip. The moments are of draws
-    whose labels are taken for certain, so where units overlap much they are too sharp, and so is the
-    confidence.
+    For one permutation, with signs or without, on one axis a site all rivals are compared, as for a finite
+    group of your own; for all other groups those that differ in one member and its signs, or by one swap or
+    flip. The rival of a rotation has the other orientation. The moments are those of draws whose labels are
+    taken for certain, so where units overlap much they are too sharp, and so is the confidence.
 
     Args:
         samples: draws by site, of shape ``(num_samples, *shape)``, or ``(num_chains, num_samples, *shape)``
             with ``group_by_chain``. Any device and any real dtype will do; costs are computed in float64.
-        symmetry: a :class:`Permutation`, a :class:`SignFlip`, or a :class:`Product` or :class:`Viewed` of
-            them, nested or not. Of the trivial group, ``Product()``, the draws come back as they are.
+        symmetry: any :class:`Group` with a :meth:`~Group.closest`: the package's own, every
+            :class:`FiniteGroup` of up to 5,040 elements, and products and views of them, nested or not. The
+            trivial group, ``Product()``, leaves the draws as they are.
         group_by_chain: whether a chain dim stands in front, as in :meth:`pyro.infer.MCMC.get_samples`.
         reference: values of the symmetry's sites, each of the shape of one draw, to take the labels from: a
             draw, or the mean of another run's aligned draws.
@@ -103,7 +104,7 @@ def align(
         The aligned draws, with the elements applied.
 
     Raises:
-        SymmetryError: if the symmetry can't act on the draws, or is of a kind that can't be aligned.
+        SymmetryError: if the symmetry can't act on the draws, or does not say which element is closest.
         ValueError: if there are no draws, sites disagree on their number, or a draw is not finite; if the
             reference or pivot lacks a site, has it in another shape, or is not finite.
 

@@ -35,8 +35,8 @@ def distance_to_mode(
     have the same distances, so that those of two chains can be compared whichever copies they are at.
 
     The minimum is exact for one :class:`~pyro_sym.Permutation` on one axis a site, with or without signs that
-    ride on it, and for signs alone. For all other groups it is an upper bound, by the descent that
-    :func:`~pyro_sym.align` makes over the layers.
+    ride on it, for signs alone, and for finite groups of your own. For all other groups it is an upper bound,
+    by the descent that :func:`~pyro_sym.align` makes over the layers.
 
     Args:
         samples: draws by site, of shape ``(num_samples, *shape)``.
@@ -49,7 +49,7 @@ def distance_to_mode(
         Distances in float64, of shape ``(num_samples,)``, or ``(num_chains, num_samples)``.
 
     Raises:
-        SymmetryError: if the symmetry can't act on the draws, or is of a kind that can't be aligned.
+        SymmetryError: as for :func:`~pyro_sym.align`.
         ValueError: if a site is absent, shapes disagree, or a value is not finite.
 
     Example:
@@ -89,9 +89,10 @@ def distance_to_copy(values: Mapping[str, Tensor], symmetry: Group) -> float:
     \log d_h)\, \lVert \theta \rVert`. Where a posterior is wider than this around its mode, copies
     overlap: labels of single draws are ambiguous, and averaging a guide over the group changes where it goes.
 
-    The smallest is taken over swaps of two units, with the best signs, and flips of one. With one permutation
-    on one axis a site, signed or not, no other element comes closer: every unit that moves pays at least the
-    smallest distance of two units, and none moves alone. For other groups it is an upper bound.
+    The smallest is taken over relabellings with the best signs, and flips of one unit. With one permutation
+    on one axis a site, signed or not, that is exact; the best relabelling is then a swap, as every unit that
+    moves pays at least the smallest distance of two units, and none moves alone. Of a finite group of your
+    own all elements are compared; for other groups it is an upper bound.
 
     Args:
         values: by site, one point.
@@ -101,7 +102,7 @@ def distance_to_copy(values: Mapping[str, Tensor], symmetry: Group) -> float:
         The distance; infinite for the trivial group.
 
     Raises:
-        SymmetryError: if the symmetry can't act on the values, or is of a kind that can't be aligned.
+        SymmetryError: as for :func:`~pyro_sym.align`.
         ValueError: if a value is not finite.
 
     Example:

@@ -63,7 +63,7 @@ class Alignment:
         return self.margin.sigmoid()
 
     def summary(self) -> dict[str, Any]:
-        """What to say of the alignment, in plain numbers and words.
+        """The figures that exports and reports show.
 
         Returns:
             ``num_sweeps``, ``converged``, the least confidence, and the share of draws in doubt, which are
@@ -97,7 +97,7 @@ class Alignment:
 
 
 class Draws:
-    """Draws and what they are aligned modulo, checked; in the form that a descent works on, and back.
+    """Draws and the group they are aligned modulo, checked and converted to the form of a descent and back.
 
     Args:
         samples: draws by site, of shape ``(num_samples, *shape)``, or ``(num_chains, num_samples, *shape)``.
@@ -127,7 +127,7 @@ class Draws:
         return Descent(self.flat.symmetry, self._scaled, self.scaling.spread)
 
     def point(self, name: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A point given by the user, checked, viewed and scaled; ``name`` is what errors call it."""
+        """A point given by the user, checked, viewed and scaled; ``name`` appears in error messages."""
         for site in self.symmetry.sites:
             if site not in values:
                 raise ValueError(
@@ -146,7 +146,7 @@ class Draws:
     def moved_to(
         self, state: State, reference: Mapping[str, Tensor], num_restarts: int = NUM_RESTARTS
     ) -> State:
-        """One element more for all draws, whose inverse brings the reference closest to the mean."""
+        """Apply one more element to all draws: its inverse brings the reference closest to the mean."""
         group = self.flat.symmetry
         point = {site: value.unsqueeze(0) for site, value in self.point("reference", reference).items()}
         one = Descent(group, point, self.scaling.spread)
@@ -175,7 +175,7 @@ class Draws:
         return Alignment(images, nested, path, converged, margin.reshape(self.batch_shape))
 
     def _checked_batch_shape(self) -> tuple[int, ...]:
-        """Check the draws, and return their number as a shape."""
+        """Check the draws and return their batch shape."""
         samples, symmetry, batch_ndim = self.samples, self.symmetry, self.batch_ndim
         expected = "(num_chains, num_samples, ...)" if batch_ndim == 2 else "(num_samples, ...)"
         first: tuple[str, tuple[int, ...]] | None = None
@@ -198,7 +198,7 @@ class Draws:
         # One draw, so that a batch dim can't be taken for an axis of the site.
         symmetry.check_values({site: value[(0,) * batch_ndim] for site, value in samples.items()})
         for site in symmetry.sites:
-            bad = ~samples[site].isfinite().flatten(batch_ndim).all(-1)
+            bad = ~samples[site].isfinite().reshape(*first[1], -1).all(-1)
             if bad.any():
                 index = tuple(bad.nonzero()[0].tolist())
                 raise ValueError(

@@ -12,7 +12,7 @@ from pyro_sym.symmetry.base import Axes, Values, along, common_size, normalise_a
 __all__ = ["normalise_scales"]
 
 Layer = tuple[Mapping[str, int], Mapping[str, int]]
-# Of the log scales of units in one sweep: less than this is rounding.
+# A largest change of log scales below this is rounding.
 TOLERANCE = 1e-13
 MAX_SWEEPS = 1000
 
@@ -39,7 +39,7 @@ def normalise_scales(samples: Values, *layers: Layer, group_by_chain: bool = Fal
     of the spread, as it would if one norm were set to 1. For several layers the sum of all squared norms is
     least, a convex problem in :math:`\log c`, and is found unit by unit.
 
-    **For summaries only.** This is not a :class:`Symmetry`, and what it returns are no draws of the
+    **For summaries only.** This is not a :class:`Group`, and what it returns are not draws of the
     posterior: the prior weighs the points of such an orbit differently, a Gaussian one prefers small norms;
     the map does not preserve volume; and the orbit is a continuum of infinite extent, over which nothing
     can be averaged uniformly. So don't evaluate densities at the result, start chains from it as if it were a
@@ -102,7 +102,7 @@ def _tables(layer: Layer, samples: Values, batch_ndim: int) -> tuple[Axes, Axes]
 
 
 def _log_scale(values: Values, incoming: Axes, outgoing: Axes, batch_ndim: int) -> Tensor:
-    """By which units have to be scaled for equal norms, of shape ``(*batch, n)``."""
+    """Log scales of units that make both norms equal, of shape ``(*batch, n)``."""
     into, out = (
         torch.stack([_squares(values[site], axis, batch_ndim) for site, (axis,) in table.items()]).sum(0)
         for table in (incoming, outgoing)

@@ -16,7 +16,7 @@ from pyro_sym.diagnostics.labels import confidence, relabelling
 from pyro_sym.diagnostics.stein import SteinDiscrepancy
 from pyro_sym.diagnostics.temperatures import kernel_temperature, temperatures, unconstrained_sizes
 from pyro_sym.guides.gain import SymmetryGain
-from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.base import Group
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,7 +91,7 @@ def report(
     max_coordinates: int | None = 100,
     temperature: float | None = None,
     probability: float = 0.99,
-    symmetry: Symmetry | None = None,
+    symmetry: Group | None = None,
     mode: Mapping[str, Tensor] | None = None,
     gain: SymmetryGain | None = None,
     discrepancy: SteinDiscrepancy | None = None,
@@ -193,7 +193,7 @@ def _notes_on_temperatures(table: pd.DataFrame | None, kernel: str | None, direc
     return notes
 
 
-def _distance(draws: FiniteChains, symmetry: Symmetry, mode: Mapping[str, Tensor] | None) -> pd.DataFrame:
+def _distance(draws: FiniteChains, symmetry: Group, mode: Mapping[str, Tensor] | None) -> pd.DataFrame:
     import pandas as pd
 
     samples = {site: draws.tensor("posterior", site) for site in symmetry.sites}

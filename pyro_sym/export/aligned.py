@@ -1,4 +1,4 @@
-"""Draws aligned modulo a symmetry, and the elements that did it, also if some draws are not finite."""
+"""Draws aligned modulo a symmetry with the elements applied, also if some draws are not finite."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Aligned:
     Attributes:
         draws: by site, of shape ``(num_chains, num_samples, *shape)``.
         stats: the elements and the confidence in them, as statistics by draw.
-        attrs: what is said of the alignment.
+        attrs: attributes that describe the alignment.
     """
 
     draws: dict[str, Tensor]

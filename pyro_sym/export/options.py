@@ -8,7 +8,7 @@ from typing import Any, TypedDict, cast
 from torch import Tensor
 
 from pyro_sym.export.names import Dims
-from pyro_sym.symmetry.base import Symmetry
+from pyro_sym.symmetry.base import Group
 
 __all__ = ["DEFAULTS", "Function", "Given", "Options", "checked"]
 
@@ -43,7 +43,7 @@ class Options(TypedDict, total=False):
         pred_dims: names of dims by variable, for the same.
     """
 
-    symmetry: Symmetry | None
+    symmetry: Group | None
     deterministic: bool | Collection[str]
     log_likelihood: bool
     posterior_predictive: bool | Given | None

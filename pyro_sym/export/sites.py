@@ -26,9 +26,9 @@ def unseen() -> Iterator[None]:
 def variables(trace: poutine.Trace) -> Iterator[tuple[str, Any]]:
     """Sample sites that have values: latent, observed and deterministic sites, without plates and factors."""
     for name, site in trace.nodes.items():
-        fn = site.get("fn")  # Pyro's own nodes for arguments and return values have none
-        if site["type"] == "sample" and not is_plate(fn) and not isinstance(base_of(fn), Unit):
-            yield name, site
+        if site["type"] != "sample" or is_plate(site["fn"]) or isinstance(base_of(site["fn"]), Unit):
+            continue
+        yield name, site
 
 
 def latents(trace: poutine.Trace) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_sym._private import parts_of
 from pyro_sym.errors import NoDensityError
 from pyro_sym.guides.pyro_guides import prototype_sites, unwrapped
 from pyro_sym.guides.site_normals import site_normals, unconstrained
@@ -147,7 +148,7 @@ def _(guide: AutoStructured, call: GuideCall) -> Callable[[Values], Tensor]:
                 f"AutoStructured has no density at site {name!r}, whose conditional is {conditional!r}; use "
                 "'normal' or 'mvn'"
             )
-    sites = list(guide._sorted_sites)
+    (sites,) = parts_of(guide, "_sorted_sites")
 
     def log_prob(values: Values) -> Tensor:
         total: Any = 0.0
@@ -175,13 +176,13 @@ def _(guide: AutoStructured, call: GuideCall) -> Callable[[Values], Tensor]:
 
 @log_density.register
 def _(guide: AutoGaussianDense, call: GuideCall) -> Callable[[Values], Tensor]:
-    posterior = guide._dense_get_mvn()
+    get_mvn, shapes, factors = parts_of(guide, "_dense_get_mvn", "_dense_shapes", "_factors")
+    posterior = get_mvn()
 
     def log_prob(values: Values) -> Tensor:
         parts, total = [], 0.0
-        for name in guide._dense_shapes:
-            support = guide._factors[name]["fn"].support
-            flat, log_det = unconstrained(support, values[name], call.dims[name])
+        for name in shapes:
+            flat, log_det = unconstrained(factors[name]["fn"].support, values[name], call.dims[name])
             scale = attrgetter(name)(guide.scales).flatten()
             parts.append((flat - attrgetter(name)(guide.locs).flatten()) / scale)
             total = total - log_det - scale.log().sum()

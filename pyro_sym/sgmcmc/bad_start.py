@@ -19,7 +19,7 @@ from pyro_sym.sgmcmc.divergence import EARLY
 
 __all__ = ["blame_start"]
 
-# Other starts are tried for so much longer than the chain lasted; steps too large show there as well.
+# Trials take LONGER times the steps that the chain lasted, and MORE: steps that are too large show as well.
 LONGER, MORE = 1.5, 20
 # How many other starts.
 NUM_STARTS = 8
@@ -28,10 +28,10 @@ NUM_STARTS = 8
 def blame_start(chains: Chains, chain: int, minibatch: Minibatch) -> str | None:
     """Find out by trial whether the start was to blame, and which other starts stay finite.
 
-    The same kernel takes the same number of steps and more, on the minibatch of the step that failed: from
-    the same start, and from others. If the same start fails again, and others stay finite, at energies below
-    its own, the start was to blame, and the strategy that drew the others is the cure. Random numbers and
-    loaders are left alone.
+    The same kernel takes at least as many steps, on the minibatch of the step that failed, from the same
+    start and from others. If the same start fails again, and others stay finite at energies below its own,
+    the start was to blame, and the strategy that drew the others is the cure. The run's random numbers and
+    loaders stay as they are.
 
     Args:
         chains: whose chain has diverged.

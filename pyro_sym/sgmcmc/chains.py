@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import astuple
 from functools import partial
@@ -19,6 +19,7 @@ from pyro_sym.model.minibatch import Loader, Minibatch, PlateRows
 from pyro_sym.model.potential import Potential
 from pyro_sym.sgmcmc.divergence import EARLY, Divergence, Divergences, Start
 from pyro_sym.sgmcmc.kernel import Factor, Kernel, State, Temperature, is_warm
+from pyro_sym.sgmcmc.ladder import Ladder
 from pyro_sym.sgmcmc.preconditioners import rescale_momentum
 from pyro_sym.sgmcmc.prefetch import Prefetcher
 from pyro_sym.sgmcmc.shard import Shard
@@ -33,10 +34,9 @@ Blame = Callable[["Chains", int, Minibatch], str | None]
 class Chains:
     r"""All chains of a run, of shape ``(C, d)``, as one or several shards.
 
-    Small chains are one shard and take each step together. Large ones
-    (:func:`~pyro_sym.model.gradient.chain_slices`) are a shard each and take it one after the other. All
-    shards see the minibatch of the step, its step size and temperature, and the mass that the
-    preconditioner has learnt.
+    Small chains are one shard and take each step together. Large ones are a shard each
+    (:func:`~pyro_sym.model.gradient.chain_slices`) and take it one after the other. Shards share the
+    minibatch of the step, its step size and temperature, and the mass that the preconditioner has learnt.
 
     Energy and gradient are those at ``state[0]``, on the minibatch of the step to come; so every position has
     its energy when it becomes a draw, on a minibatch independent of it.
@@ -52,9 +52,7 @@ class Chains:
         blame: finds out whether the start is to blame for a divergence.
 
     Attributes:
-        step: how many steps were taken.
-        step_size: of the last step.
-        temperature: of the last step, a number or one for each chain.
+        step: how many steps were taken; ``step_size`` and ``temperature`` are those of the last one.
         relaxed: how many relaxation times chains have had since the temperature last rose from 0; infinite
             if it never did. Below 1 the states are not draws of the target yet.
         start: where the chains started, as long as it may explain a divergence.
@@ -83,18 +81,16 @@ class Chains:
         self.step_size = math.nan
         self.start: Start | None = None
         self.relaxed = math.inf
-        self._like = position.new_empty(0)
+        self._ladder = Ladder(self.num_chains, position)
         self._sizes = list(potential.sizes.values())
         self._blame = blame
         self._divergences = Divergences(potential, self.num_chains, on_divergence, self._explain)
         self._allowed: tuple[float, ...] | None = None
-        self._ladder: tuple[Any, Tensor] | None = None
-        self.temperature = self._checked(kernel.temperature_at(0))
+        self.temperature = self._ladder.checked(kernel.temperature_at(0))
         self._warm = is_warm(self.temperature)
         slices = chain_slices(*position.shape)
         self.shards = [Shard(kernel, rows, position, alone=len(slices) == 1) for rows in slices]
         self._fused = fused
-        self._last_numbers: tuple[Any, tuple[Tensor, Tensor]] | None = None
         self._ahead: list[Prefetcher] = []
         if fused is not None:
             assert isinstance(source, PlateRows)
@@ -102,7 +98,7 @@ class Chains:
             self._noise_ahead = Prefetcher(lambda k: {"": first.draw_noise(k)}, math.prod(first.noise_shape))
             rows = self.num_chains * sum(plate.subsample_size for plate in source.plates.values())
             self._rows_ahead = Prefetcher(source.draw_many, rows)
-            self._ahead = [self._noise_ahead, self._rows_ahead]
+            self._ahead += [self._noise_ahead, self._rows_ahead]
         self._tuning = kernel.preconditioner.init(position, self._sizes)
         self.inverse_mass = kernel.preconditioner.inverse_mass(self._tuning)
         self._known: tuple[Tensor, Any] | None = None  # where a step evaluated last, and what it got
@@ -118,15 +114,13 @@ class Chains:
         """The state at the positions of all chains ``(C, d)``, with momenta of the temperature of now."""
         whole: list[Tensor] = []
         for shard in self.shards:
-            state = shard.initial_state(
-                position[shard.rows], self._noise(shard), self._factor(shard), self._mass(shard), self._sizes
-            )
+            temperature = self._ladder.factor(self.temperature, shard.rows)
+            at, noise, mass = position[shard.rows], self._noise(shard), self._mass(shard)
+            state = shard.initial_state(at, noise, temperature, mass, self._sizes)
             if shard.alone:
                 return state
-            whole = whole or [
-                position,
-                *(part.new_empty(self.num_chains, *part.shape[1:]) for part in state[1:]),
-            ]
+            count = self.num_chains
+            whole = whole or [position, *(p.new_empty(count, *p.shape[1:]) for p in state[1:])]
             for part, own in zip(whole[1:], state[1:], strict=True):
                 part[shard.rows] = own
         return tuple(whole)
@@ -187,7 +181,7 @@ class Chains:
 
     def state_dict(self) -> dict[str, Any]:
         """All that steps to come depend on, besides kernel and data and torch's random state."""
-        state = {
+        state: dict[str, Any] = {
             "step": self.step,
             "step_size": self.step_size,
             "temperature": self.temperature,
@@ -207,7 +201,7 @@ class Chains:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, of chains of the same kernel, model and data."""
-        device = self._like.device
+        device = self.position.device
         self.step, self.step_size = state["step"], state["step_size"]
         self.temperature = state["temperature"]
         self._warm = is_warm(self.temperature)
@@ -269,7 +263,7 @@ class Chains:
                 state = self._stepped(shard, self._noise(shard))
                 minibatch = minibatch or self.source.draw()  # one for all shards
                 self._arrive(shard, state, minibatch if together else minibatch.of(shard.rows))
-            self._minibatch = minibatch
+            self._minibatch = minibatch or self._minibatch
             if learns:
                 self._tune(warming_up)
             if self.relaxed < 1:
@@ -280,7 +274,7 @@ class Chains:
     def _set(self, step_size: float, temperature: Temperature) -> None:
         """Let the step to come have this step size and temperature."""
         if temperature != self.temperature:
-            self._set_temperature(self._checked(temperature))
+            self._set_temperature(self._ladder.checked(temperature))
         self.step_size = step_size
         self._refresh_settings()
 
@@ -290,63 +284,36 @@ class Chains:
         Where it rises from 0, momenta and all else that the dynamics carries besides positions are drawn
         again: those of an optimiser have no temperature.
         """
-        rises = self._rises(self.temperature, temperature)
+        rises = self._ladder.rises(self.temperature, temperature)
         self.temperature, self._warm = temperature, is_warm(temperature)
         if any(rises):
             self.relaxed = 0.0
             if len(self.state) > 1:
                 fresh = self._initial_state(self.position)
-                risen = torch.tensor(rises, device=self._like.device).unsqueeze(-1)  # (C, 1) or (1, 1)
+                risen = torch.tensor(rises, device=self.position.device).unsqueeze(-1)  # (C, 1) or (1, 1)
                 state = tuple(torch.where(risen, *two) for two in zip(fresh, self.state, strict=True))
                 self._view(state, self.energy, self.gradient)
-
-    def _rises(self, before: Temperature, now: Temperature) -> list[bool]:
-        """Whether all chains, or which of them, warm up from temperature 0."""
-        if not isinstance(before, tuple) and not isinstance(now, tuple):
-            return [before == 0 < now]
-        return [a == 0 < b for a, b in zip(self._by_chain(before), self._by_chain(now), strict=True)]
 
     def _warms_within(self, steps: int) -> bool:
         """Whether the temperature rises from 0 after the first of these steps, where a block can't stop."""
         if not callable(self.kernel.temperature):
             return False
         _, temperatures = self.kernel.schedule(self.step, steps)
-        return any(any(self._rises(before, now)) for before, now in itertools.pairwise(temperatures))
-
-    def _checked(self, temperature: Temperature) -> Temperature:
-        """A temperature of a kernel, which has to be one for all chains, or as many as there are chains."""
-        if isinstance(temperature, tuple) and len(temperature) != self.num_chains:
-            raise ValueError(
-                f"temperature has {len(temperature)} values, and there are {self.num_chains} chains; pass "
-                "one for each chain, or a number for all"
-            )
-        return temperature
-
-    def _by_chain(self, temperature: Temperature) -> tuple[float, ...]:
-        return temperature if isinstance(temperature, tuple) else (temperature,) * self.num_chains
+        return any(any(self._ladder.rises(before, now)) for before, now in itertools.pairwise(temperatures))
 
     def temperature_of_chain(self, chain: int, step: int | None = None) -> float:
         """The temperature of one chain, by default in the last step."""
-        temperature = self.temperature if step is None else self._checked(self.kernel.temperature_at(step))
-        return temperature[chain] if isinstance(temperature, tuple) else temperature
+        temperature = self.temperature if step is None else self.kernel.temperature_at(step)
+        return self._ladder.by_chain(self._ladder.checked(temperature))[chain]
 
     def _refresh_settings(self) -> None:
         """Hand step size, temperature and inverse mass to the shards."""
         for shard in self.shards:
             shard.settings = {
                 "step_size": self.step_size,
-                "temperature": self._factor(shard),
+                "temperature": self._ladder.factor(self.temperature, shard.rows),
                 "inverse_mass": self._mass(shard),
             }
-
-    def _factor(self, shard: Shard) -> Factor:
-        """The temperature of a shard: a number, or of shape ``(c, 1)``."""
-        if not isinstance(self.temperature, tuple):
-            return self.temperature
-        if self._ladder is None or self._ladder[0] != self.temperature:
-            by_chain = torch.tensor(self.temperature, dtype=self._like.dtype, device=self._like.device)
-            self._ladder = (self.temperature, by_chain.unsqueeze(-1))  # (C, 1)
-        return self._ladder[1][shard.rows]
 
     def _mass(self, shard: Shard) -> Factor:
         mass = self.inverse_mass
@@ -363,10 +330,10 @@ class Chains:
         kernel = self.kernel
         if isinstance(self.temperature, tuple) and self.temperature is not self._allowed:
             self._check_coldest(self.temperature)
-        if not kernel.needs.second_gradient:
-            return kernel.step(shard.state, shard.gradient, noise, **shard.settings)
-        evaluate = partial(self._evaluate_again, self._minibatch.of(shard.rows))
-        more: dict[str, Any] = {"energy": shard.energy, "gradient_at": evaluate}
+        more: dict[str, Any] = {}
+        if kernel.needs.second_gradient:
+            evaluate = partial(self._evaluate_again, self._minibatch.of(shard.rows))
+            more = {"energy": shard.energy, "gradient_at": evaluate}
         return kernel.step(shard.state, shard.gradient, noise, **shard.settings, **more)
 
     def _evaluate_again(self, minibatch: Minibatch, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -401,8 +368,8 @@ class Chains:
         assert self._fused is not None and isinstance(self.source, PlateRows)
         step_sizes, temperatures = self.kernel.schedule(self.step, steps)
         if temperatures[0] != self.temperature:
-            self._set_temperature(self._checked(temperatures[0]))
-        sizes, heats = self._numbers(step_sizes, temperatures)
+            self._set_temperature(self._ladder.checked(temperatures[0]))
+        sizes, heats = self._ladder.block(step_sizes, temperatures)
         warm = any(map(is_warm, temperatures))
         mass = () if self.inverse_mass is None else (self.inverse_mass,)
         second = self.kernel.needs.second_gradient
@@ -426,7 +393,7 @@ class Chains:
             if math.isfinite(total):
                 shard.commit(state[: len(shard.state)], energy, gradient)
             else:
-                self._replay_block(shard, noise, own, step_sizes, temperatures)
+                self._replay_block(shard, noise, own, zip(step_sizes, temperatures, strict=True))
         if second:
             self._minibatch = Minibatch({name: row[-1] for name, row in (rows or {}).items()})
         self.step_size, self.temperature = step_sizes[-1], temperatures[-1]
@@ -447,16 +414,12 @@ class Chains:
         shard: Shard,
         noise: Tensor,
         rows: dict[str, Tensor],
-        step_sizes: tuple[float, ...],
-        temperatures: tuple[Temperature, ...],
+        numbers: Iterable[tuple[float, Temperature]],
     ) -> None:
         """Take the steps of a block one by one, with the noise and the rows that it had."""
-        start, before = self.step, self._minibatch
-        second = self.kernel.needs.second_gradient
+        start, before, second = self.step, self._minibatch, self.kernel.needs.second_gradient
         with _quiet():
-            for i, (self.step_size, self.temperature) in enumerate(
-                zip(step_sizes, temperatures, strict=True)
-            ):
+            for i, (self.step_size, self.temperature) in enumerate(numbers):
                 self.step = start + i
                 self._refresh_settings()
                 state = self._stepped(shard, noise[i])
@@ -464,22 +427,6 @@ class Chains:
                 self._arrive(shard, state, minibatch)
                 self._minibatch = minibatch
         self.step, self._minibatch = start, before
-
-    def _numbers(
-        self, step_sizes: tuple[float, ...], temperatures: tuple[Temperature, ...]
-    ) -> tuple[Tensor, Tensor]:
-        """Step sizes ``(k,)`` and temperatures ``(k,)`` or ``(k, C, 1)`` of a block, kept while they stay."""
-        if self._last_numbers is None or self._last_numbers[0] != (step_sizes, temperatures):
-            like = self._like
-            several: list[Any] = [self._checked(temperature) for temperature in temperatures]
-            if any(isinstance(temperature, tuple) for temperature in several):
-                several = [[[t] for t in self._by_chain(temperature)] for temperature in several]
-            numbers = (
-                torch.tensor(step_sizes, dtype=like.dtype, device=like.device),
-                torch.tensor(several, dtype=like.dtype, device=like.device),
-            )
-            self._last_numbers = ((step_sizes, temperatures), numbers)
-        return self._last_numbers[1]
 
     def _arrive(self, shard: Shard, state: State, minibatch: Minibatch) -> None:
         """Evaluate energy and gradient of a shard at its new positions, and commit them."""
@@ -532,11 +479,10 @@ class Chains:
 
     def report(self) -> dict[str, str]:
         """What a progress bar shows: step size and temperature, and averages over the chains."""
-        temperatures = self._by_chain(self.temperature)
-        extremes = sorted({min(temperatures), max(temperatures)})
+        ladder = self._ladder.by_chain(self.temperature)
         shown = {
             "step size": f"{self.step_size:.2e}",
-            "temp.": " to ".join(f"{t:.2g}" for t in extremes),
+            "temp.": " to ".join(f"{t:.2g}" for t in sorted({min(ladder), max(ladder)})),
             "potential": f"{self.energy.mean().item():.4g}",
         }
         if self.kernel.needs.momentum:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor
 
-from pyro_sym.sgmcmc.kernel import Factor, Options, Schedule, State
+from pyro_sym.sgmcmc.kernel import Options, Schedule, State
 from pyro_sym.sgmcmc.noise import Scalar, add_scaled, at_least, spread
 from pyro_sym.sgmcmc.pyro_driver import StochasticGradientKernel
 from pyro_sym.sgmcmc.schedules import relaxation_share
@@ -217,18 +217,28 @@ class SGNHT(StochasticGradientKernel):
         """As for the other kernels with friction, but in eight times the steps of a thermostat at least."""
         return min(1 / (8 * INERTIA_STEPS), relaxation_share(self.friction, step_size))
 
-    def init(self, position: Tensor, noise: Tensor, *, sizes: Sequence[int], **settings: Factor) -> State:
+    def init(self, position: Tensor, noise: Tensor, *, sizes: Sequence[int], **settings: Any) -> State:
         """Positions, momenta, and thermostats at the friction."""
         self._groups = list(sizes) if self.thermostats == "site" else [position.shape[-1]]
         thermostat = position.new_full((len(position), len(self._groups)), self.friction)  # (C, groups)
         return *super().init(position, noise, sizes=sizes, **settings), thermostat
 
-    def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Factor) -> State:
+    def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Any) -> State:
         """One step of :func:`sgnht`."""
-        own = {"thermal_inertia": self.thermal_inertia, "groups": self._groups}
-        return sgnht(*state, gradient, noise, friction=self.friction, **own, **settings)  # type: ignore[arg-type]
+        position, momentum, thermostat = state
+        return sgnht(
+            position,
+            momentum,
+            thermostat,
+            gradient,
+            noise,
+            friction=self.friction,
+            thermal_inertia=self.thermal_inertia,
+            groups=self._groups,
+            **settings,
+        )
 
-    def thermal_momentum(self, state: State, gradient: Tensor, **settings: Factor) -> Tensor:
+    def thermal_momentum(self, state: State, gradient: Tensor, **settings: Any) -> Tensor:
         """:func:`~pyro_sym.sgmcmc.underdamped.momentum_within_kick`, damped by the thermostats."""
         _, momentum, thermostat = state
         damping = _over_groups(thermostat, self._groups or [momentum.shape[-1]])

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self, Unpack
 from torch import Tensor
 
 from pyro_sym.sgmcmc.from_sgd import Optimizer, check_sgd, sgd_arguments
-from pyro_sym.sgmcmc.kernel import Factor, Needs, Options, Schedule, State
+from pyro_sym.sgmcmc.kernel import Needs, Options, Schedule, State
 from pyro_sym.sgmcmc.noise import Scalar, add_scaled, injects, spread
 from pyro_sym.sgmcmc.pyro_driver import StochasticGradientKernel
 
@@ -209,7 +209,7 @@ class SGLD(StochasticGradientKernel):
             )
         return cls(model, step_size=sgld_from_sgd(lr, num_data), **options)
 
-    def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Factor) -> State:
+    def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Any) -> State:
         """One step of :func:`sgld`."""
         return (sgld(state[0], gradient, noise, noise_estimate=self.noise_estimate, **settings),)
 
@@ -250,6 +250,8 @@ class LeimkuhlerMatthews(SGLD):
         """The positions, and the noise of a step before the first."""
         return position, noise
 
-    def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Factor) -> State:
+    def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Any) -> State:
         """One step of :func:`averaged_langevin`."""
-        return averaged_langevin(*state, gradient, noise, noise_estimate=self.noise_estimate, **settings)
+        position, previous = state
+        own = {"noise_estimate": self.noise_estimate, **settings}
+        return averaged_langevin(position, previous, gradient, noise, **own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from torch import Tensor
@@ -105,22 +105,10 @@ class StochasticGradientKernel(Kernel, MCMCKernel):
         self,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-        *,
-        num_chains: int = 1,
-        initial_params: Mapping[str, Tensor] | None = None,
-        initial_values: Mapping[str, Tensor] | None = None,
-        on_divergence: Literal["raise", "mask"] = "raise",
+        **options: Any,
     ) -> Chains:
-        """Start chains side by side (:func:`~pyro_sym.sgmcmc.start.start_chains`)."""
-        chains = start_chains(
-            self,
-            args,
-            kwargs,
-            num_chains=num_chains,
-            initial_params=initial_params,
-            initial_values=initial_values,
-            on_divergence=on_divergence,
-        )
+        """Start chains side by side, with the options of :func:`~pyro_sym.sgmcmc.start.start_chains`."""
+        chains = start_chains(self, args, kwargs, **options)
         self.transforms = chains.potential.transforms
         return chains
 

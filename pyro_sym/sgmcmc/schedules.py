@@ -104,8 +104,8 @@ class Cyclical:
     with the sampling fraction :math:`f`. Exploration is an optimiser with warm restarts, that looks for
     another mode. Cycles weight modes by how often the optimiser finds them, not by their posterior mass.
 
-    **What to keep.** A sampling phase starts where the optimiser stopped, with no spread at all, and states
-    are draws only after it has been found again. Kernels draw momenta anew at the onset. From there on, with
+    **What to keep.** A sampling phase starts where the optimiser stopped, with no spread, and its states are
+    draws only once the spread has built up. Kernels draw new momenta when it starts. From there on, with
     friction :math:`\gamma`, the variance of a coordinate of standard deviation :math:`\sigma` is too small,
     relatively, by
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from pyro_sym.model.minibatch import Minibatch
 __all__ = ["FusedSteps", "State", "Step", "block_length"]
 
 State = tuple[Tensor, ...]
-"""What a step carries on; the position, of shape ``(C, d)``, comes first."""
+"""The state of a sampler; its first part is the position, of shape ``(C, d)``."""
 
 Step = Callable[..., State]
 """From state, gradient ``(C, d)``, noise, step size (0-d) and temperature (0-d or ``(C, 1)``) to a state.
@@ -31,9 +30,9 @@ One that evaluates again also takes ``energy`` ``(C,)`` and ``gradient_at``, as 
 
 
 def block_length(size: int) -> int:
-    """How many steps to fuse where positions hold ``size`` values, over all chains.
+    """How many steps to fuse if the positions of all chains hold ``size`` values.
 
-    What a call costs by itself is shared by the steps of a block; the compiler's time grows with them.
+    The steps of a block share the overhead of a call; the compiler's time grows with them.
     """
     if size <= 10_000:
         return 10
@@ -55,8 +54,8 @@ class FusedSteps:
     that evaluates again does so on the minibatch of its own gradient, :math:`b_{i-1}`.
 
     The block is compiled by ``torch._inductor`` on the first call for inputs of given shapes, which takes
-    seconds, and kept in its cache directory for later runs, for other data of the same shapes, too. Where
-    there is no C++ compiler, the steps are taken one by one, and a warning says so.
+    seconds, and kept in its cache folder for later runs, also with other data of the same shapes. Without a
+    C++ compiler the steps are taken one by one, and a warning says so.
 
     Args:
         gradient: made with ``jit="compile"``; its ``mode`` and ``reason`` tell of a fallback.
@@ -127,18 +126,9 @@ class FusedSteps:
         *parts, energy, slope, total = run(*inputs)
         return tuple(parts), energy, slope, float(total)
 
-    def one_by_one(
-        self,
-        state: State,
-        gradient: Tensor,
-        noise: Tensor,
-        indices: Mapping[str, Tensor],
-        step_sizes: Tensor,
-        temperatures: Tensor,
-        energy: Tensor | None = None,
-    ) -> tuple[State, Tensor, Tensor]:
-        """The same steps without fusing them; arguments and results as of a call."""
-        return self._loop(self.gradient, state, gradient, noise, indices, step_sizes, temperatures, energy)
+    def one_by_one(self, *inputs: Any) -> tuple[State, Tensor, Tensor]:
+        """The same steps without fusing them; arguments and results as of a call, without the sum."""
+        return self._loop(self.gradient, *inputs)
 
     def _loop(
         self,
@@ -156,7 +146,7 @@ class FusedSteps:
             more: dict[str, Any] = {}
             if again:
                 own = Minibatch({name: rows[i] for name, rows in indices.items()})
-                more = {"energy": energy, "gradient_at": partial(gradient_at, minibatch=own)}
+                more = {"energy": energy, "gradient_at": lambda at, own=own: gradient_at(at, own)}
             state = self.step(state, gradient, noise[i], step_sizes[i], temperatures[i], **more)
             minibatch = Minibatch({name: rows[i + again] for name, rows in indices.items()})
             energy, gradient = gradient_at(state[0], minibatch)

@@ -10,7 +10,7 @@ from typing import Any, Self, Unpack
 from torch import Tensor
 
 from pyro_sym.sgmcmc.from_sgd import Optimizer, check_sgd, sgd_arguments
-from pyro_sym.sgmcmc.kernel import Factor, Options, Schedule, State
+from pyro_sym.sgmcmc.kernel import Options, Schedule, State
 from pyro_sym.sgmcmc.noise import Scalar, add_scaled, at_least, injects, spread
 from pyro_sym.sgmcmc.pyro_driver import StochasticGradientKernel
 from pyro_sym.sgmcmc.schedules import relaxation_share
@@ -371,12 +371,13 @@ class SGHMC(_Underdamped):
 
     _from_sgd = staticmethod(sghmc_from_sgd)
 
-    def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Factor) -> State:
+    def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Any) -> State:
         """One step of :func:`sghmc`."""
-        friction, estimate = self.friction, self.noise_estimate
-        return sghmc(*state, gradient, noise, friction=friction, noise_estimate=estimate, **settings)
+        position, momentum = state
+        own = {"friction": self.friction, "noise_estimate": self.noise_estimate}
+        return sghmc(position, momentum, gradient, noise, **own, **settings)
 
-    def thermal_momentum(self, state: State, gradient: Tensor, **settings: Factor) -> Tensor:
+    def thermal_momentum(self, state: State, gradient: Tensor, **settings: Any) -> Tensor:
         """:func:`momentum_within_kick`."""
         own = {"friction": self.friction, "noise_estimate": self.noise_estimate}
         return momentum_within_kick(state[1], gradient, damping=self.friction, **own, **settings)
@@ -451,10 +452,11 @@ class BAOA(_Underdamped):
 
     _from_sgd = staticmethod(baoa_from_sgd)
 
-    def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Factor) -> State:
+    def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Any) -> State:
         """One step of :func:`baoa`."""
-        friction, estimate = self.friction, self.noise_estimate
-        return baoa(*state, gradient, noise, friction=friction, noise_estimate=estimate, **settings)
+        position, momentum = state
+        own = {"friction": self.friction, "noise_estimate": self.noise_estimate}
+        return baoa(position, momentum, gradient, noise, **own, **settings)
 
 
 def _expm1(value: Scalar) -> Scalar:

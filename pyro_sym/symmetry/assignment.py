@@ -1,4 +1,4 @@
-"""Linear assignments of units to slots, for many cost matrices: the best, and how far the next one is."""
+"""Linear assignments of units to slots for many cost matrices: the best, and the gap to the second best."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def assign(cost: Tensor) -> Tensor:
 
 
 def second_best(cost: Tensor) -> Tensor:
-    r"""What the cheapest other assignment costs more, where unit :math:`j` in slot :math:`j` is the cheapest.
+    r"""The extra cost of the second-best assignment, where unit :math:`j` in slot :math:`j` is the best.
 
-    Assignments differ by cycles, along each of which slots take one another's units. With
+    Assignments differ by cycles of slots that take one another's units. With
     :math:`R_{jk} = C_{jk} - C_{jj}` for slot :math:`j` taking the unit of slot :math:`k`, no cycle is
-    negative, so the next best assignment changes one cycle, the shortest. The best swap bounds its length,
-    which leaves few slots that it can pass, and all shortest paths between these (Floyd-Warshall) tell it.
+    negative, so the second-best assignment changes one cycle, the shortest. The best swap bounds its length;
+    Floyd-Warshall over the few slots that it can then pass finds it.
 
     Args:
         cost: of unit (column) in slot (row), of shape ``(M, n, n)``.
@@ -65,9 +65,9 @@ def second_best(cost: Tensor) -> Tensor:
 
 
 def _without_negative(steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Steps of which none is negative, cycles being as long as before; and where there are such.
+    """Steps shifted so that none is negative and cycles keep their lengths, and whether that is possible.
 
-    Potentials (Bellman-Ford) do that, unless a cycle is negative: then some fall for ever.
+    Bellman-Ford potentials do that, unless a cycle is negative: then some potentials keep falling.
     """
     potential = steps.new_zeros(steps.shape[:-1])
     for _ in range(steps.shape[-1] + 1):

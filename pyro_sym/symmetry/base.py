@@ -187,6 +187,11 @@ class FiniteGroup(Group):
     """A :class:`Group` with finitely many elements, which guides can be averaged over.
 
     :meth:`closest` compares all elements, if there are at most 5,040; override it if you know better.
+
+    Example:
+        >>> draws, mean = {"x": torch.tensor([[2.0, 1.1]])}, {"x": torch.tensor([1.0, 2.0])}
+        >>> Permutation({"x": -1}).closest(draws, mean, {"x": torch.ones(2)})
+        tensor([[1, 0]])
     """
 
     @property
@@ -242,6 +247,27 @@ class FiniteGroup(Group):
             yield torch.cat(idle), torch.cat(distances)  # (|G|, m)
 
 
+class OnAxes(Group):
+    """A group given by a table of axes that all have one size, or of sites that are moved as a whole."""
+
+    def __init__(self, axes: Mapping[str, int | tuple[int, ...]]) -> None:
+        self.axes: Axes = normalise_axes(type(self).__name__, axes, may_be_none=self.flips)
+
+    def __repr__(self) -> str:
+        table = {site: several[0] if len(several) == 1 else several for site, several in self.axes.items()}
+        return f"{type(self).__name__}({table})"
+
+    def size(self, values: Values) -> int:
+        """The number of units: the common length of the named axes."""
+        return common_size(type(self).__name__, self.axes, values)
+
+    def check_values(self, values: Values) -> None:
+        self.size(values)
+
+    def _device(self, values: Values) -> torch.device:
+        return values[self.sites[0]].device
+
+
 Symmetry = FiniteGroup
 """The name that finite groups had before there were others."""
 
@@ -290,7 +316,7 @@ def leaves(element: Element) -> list[Tensor]:
 
 def length(elements: Element) -> int:
     """The length of the batch dim of elements that have one; 1 for the empty tuple of the trivial group."""
-    return len((leaves(elements) or [[()]])[0])
+    return len(leaves(elements)[0]) if leaves(elements) else 1
 
 
 def normalise_axes(

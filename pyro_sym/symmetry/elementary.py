@@ -5,21 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from pyro_sym.errors import SymmetryError
-from pyro_sym.symmetry.base import (
-    Axes,
-    FiniteGroup,
-    Values,
-    along,
-    broadcast_batch,
-    common_size,
-    normalise_axes,
-)
+from pyro_sym.symmetry.base import FiniteGroup, OnAxes, Values, along, broadcast_batch
 from pyro_sym.symmetry.blocks import Moments
 from pyro_sym.symmetry.nearest import Nearest, OfOne
 from pyro_sym.symmetry.order import Moves, log_order
@@ -29,25 +20,8 @@ __all__ = ["Permutation", "SignFlip"]
 MAX_ELEMENTS = 1_000_000
 
 
-class _OnOneSize(FiniteGroup):
-    """What both elementary groups share: a table of axes that all have one size."""
-
-    def __init__(self, axes: Mapping[str, int | tuple[int, ...]]) -> None:
-        self.axes: Axes = normalise_axes(type(self).__name__, axes, may_be_none=self.flips)
-
-    def __repr__(self) -> str:
-        table = {site: several[0] if len(several) == 1 else several for site, several in self.axes.items()}
-        return f"{type(self).__name__}({table})"
-
-    def size(self, values: Values) -> int:
-        """The number of labels (or of signs): the common length of the named axes."""
-        return common_size(type(self).__name__, self.axes, values)
-
-    def check_values(self, values: Values) -> None:
-        self.size(values)
-
-    def _device(self, values: Values) -> torch.device:
-        return values[self.sites[0]].device
+class _Elementary(OnAxes, FiniteGroup):
+    """What permutations and sign flips share."""
 
     @abstractmethod
     def _log_count(self, size: int) -> float:
@@ -77,7 +51,7 @@ class _OnOneSize(FiniteGroup):
             )
 
 
-class Permutation(_OnOneSize):
+class Permutation(_Elementary):
     r"""The symmetric group :math:`S_n`, relabelling one axis (or several axes at once) of each named site.
 
     An element is an index tensor :math:`g` of shape ``(*batch, n)``; unit :math:`i` of the image is unit
@@ -158,7 +132,7 @@ class Permutation(_OnOneSize):
         return [Moves(log_count if self._filled(values) else 0.0)]
 
 
-class SignFlip(_OnOneSize):
+class SignFlip(_Elementary):
     r"""The group :math:`\{\pm 1\}^n`, flipping signs along one axis (or several at once) of each named site.
 
     An element is a tensor :math:`s` of :math:`\pm 1` (int8) and shape ``(*batch, n)``:

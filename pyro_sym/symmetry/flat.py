@@ -63,8 +63,8 @@ def flatten(symmetry: Group) -> FlatGroup | None:
         ``None`` if something in it is neither a product or view nor a permutation or sign flip along axes,
         or if views are nested in views.
     """
-    found = _leaves(symmetry, {})
-    alien = any(not leaf.is_elementary or not all(leaf.group.axes.values()) for leaf in leaves(found))
+    found: list[Any] = leaves(_leaves(symmetry, {}))
+    alien = any(not leaf.is_elementary or not all(leaf.group.axes.values()) for leaf in found)
     return None if alien else normal_form(symmetry)
 
 

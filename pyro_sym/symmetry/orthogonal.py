@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from pyro_sym.errors import SymmetryError
-from pyro_sym.symmetry.base import Axes, Group, Values, common_size, normalise_axes
+from pyro_sym.symmetry.base import OnAxes, Values
 
 __all__ = ["Orthogonal"]
 
 
-class Orthogonal(Group):
+class Orthogonal(OnAxes):
     r"""The orthogonal group :math:`O(k)`, rotating one axis (or several axes at once) of each named site.
 
     An element is an orthogonal matrix :math:`Q` in float64, of shape ``(*batch, k, k)``:
@@ -60,20 +59,6 @@ class Orthogonal(Group):
     """
 
     kind = "rotation"
-
-    def __init__(self, axes: Mapping[str, int | tuple[int, ...]]) -> None:
-        self.axes: Axes = normalise_axes(type(self).__name__, axes)
-
-    def __repr__(self) -> str:
-        table = {site: several[0] if len(several) == 1 else several for site, several in self.axes.items()}
-        return f"{type(self).__name__}({table})"
-
-    def size(self, values: Values) -> int:
-        """The number of factors :math:`k`: the common length of the named axes."""
-        return common_size(type(self).__name__, self.axes, values)
-
-    def check_values(self, values: Values) -> None:
-        self.size(values)
 
     def _act(self, element: Tensor, values: Values) -> dict[str, Tensor]:
         images = {}
@@ -143,9 +128,6 @@ class Orthogonal(Group):
             target = target.reshape(-1, draw.shape[-1])  # (R, k)
             total = total + torch.einsum("ri,mrj->mij", target, draw)
         return total
-
-    def _device(self, values: Values) -> torch.device:
-        return values[self.sites[0]].device
 
 
 def _rotated(value: Tensor, element: Tensor, axis: int) -> Tensor:

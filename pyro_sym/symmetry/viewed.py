@@ -18,7 +18,7 @@ Shape = Sequence[int | Sequence[int]]
 
 
 class Viewed(FiniteGroup):
-    r"""A symmetry that acts on sites in a finer shape than their own: on factors of axes.
+    r"""A group that acts on sites in a finer shape than their own: on factors of axes.
 
     The columns of a linear layer behind a flattened image are all triples (channel, row, column); relabelling
     channels moves blocks of them. With :math:`\phi` for the map to the finer shape (``Tensor.view``),
@@ -28,17 +28,17 @@ class Viewed(FiniteGroup):
         g \cdot v = \phi^{-1}\bigl(g \cdot \phi(v)\bigr),
 
     which is a group action because :math:`\phi` is one-to-one. Symmetrised guides and :func:`align` treat a
-    view of permutations and sign flips as they treat these; a view of a view is to them a group that they
-    don't know, so name all factors in one.
+    view of permutations and sign flips as they treat these. Name all factors in one view: a guide can only be
+    averaged over a view of a view by enumeration or uniform elements.
 
     Args:
-        symmetry: a symmetry of the viewed values; its axes count the factors, from the right.
+        symmetry: a group acting on the viewed values; its axes count the factors, from the right.
         shapes: for each site seen in another shape its native shape, in which an axis may be written as a
             tuple of factors, the slowest first: ``(10, (8, 7, 7))`` for 10 rows of 392 numbers. Sites that
             are not named are seen as they are.
 
     Attributes:
-        symmetry: the symmetry of the viewed values.
+        symmetry: the group acting on the viewed values.
         shapes: the table given.
         axes: the native axes of which some factor moves.
 

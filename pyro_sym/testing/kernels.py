@@ -25,7 +25,7 @@ __all__ = ["check_kernel_contract"]
 Make = Callable[..., StochasticGradientKernel]
 
 CHAINS, DIMS = 16, 1_000
-#: What is left of the law that a simulation starts from, and the most steps that it takes to forget it.
+#: The share of its starting law that a simulation may retain, and the most steps that it takes.
 FORGOTTEN, MAX_STEPS = 1e-4, 3_000
 
 
@@ -54,7 +54,7 @@ def check_kernel_contract(
     to go to :math:`T / \lambda`, whatever temperature, curvature and inverse mass; and at the step size of
     the kernel a simulation of 16,000 coordinates has to have the variance :math:`S_{\theta \theta}`, within
     4.27 standard errors of 1.1 % each. Of other dynamics, such as a thermostat's, the simulation has to come
-    within ``tolerance`` of :math:`T / \lambda`. At last minibatches have to leave the mean where it is.
+    within ``tolerance`` of :math:`T / \lambda`. Finally, minibatches must not move the mean.
 
     Args:
         make: the kernel's class, or what makes one: called as ``make(model)``, also with ``temperature=``, a
@@ -128,7 +128,7 @@ class _Case:
 
 
 def _is_a_kernel(case: _Case) -> None:
-    """What is made."""
+    """The type of what is made."""
     kernel = case.kernel(_normal(1))
     require(
         isinstance(kernel, StochasticGradientKernel),

@@ -374,7 +374,7 @@ def _finds_the_closest(case: _Case) -> None:
     excess = float((found - best).max())
     case.require(
         excess <= 1e-8 * (1 + float(best.max())),
-        f"closest() leaves a draw where a sampled element brings it closer by {excess:.4g} in squared distance",
+        f"closest() leaves draws where a sampled element brings them closer, by up to {excess:.4g}",
     )
     margin = group.margin(images, mean, variance)
     case.require(

@@ -233,8 +233,8 @@ def test_large_chains_one_after_the_other(tmp_path: Path, monkeypatch: pytest.Mo
 def test_numbers_drawn_ahead_for_compiled_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of a block are taken one by one here, which needs no compiler."""
 
-    def block(self: FusedSteps, *inputs: Any) -> Any:
-        after, energy, slope = self._loop(self.gradient.eager, *inputs)
+    def block(self: Any, *inputs: Any) -> Any:
+        after, energy, slope = self.one_by_one(*inputs, self.gradient.eager)
         return after, energy, slope, float(after[0].sum())
 
     def compiled() -> StochasticGradientKernel:

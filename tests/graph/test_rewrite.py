@@ -1,4 +1,7 @@
-"""Rewritten graphs: each rule gives what the graph gave, by fewer operations, and only where it applies."""
+"""Rewritten graphs: each rule gives what the graph gave, by fewer operations, and only where it applies.
+
+The graphs are made by graph/simplify.py and run by graph/codegen.py, which are tested here with them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorded ELBO against the ELBO itself, from the same random numbers."""
+"""The recorded ELBO, recorded_graph.py included, against the ELBO itself, from the same random numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The traced gradient against the potential itself, and what is refused."""
+"""The traced gradient against the potential itself, and what is refused.
+
+The comparison of graphs (graph/checked.py) is tested here and in guides/test_recorded_elbo.py.
+"""
 
 from __future__ import annotations
 

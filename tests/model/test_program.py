@@ -1,4 +1,4 @@
-"""Program: the log joint of a model, with minibatches, enumerated sites, masks and scales."""
+"""Program and enumeration: the log joint of a model, with minibatches, masks, scales and discrete sites."""
 
 from __future__ import annotations
 

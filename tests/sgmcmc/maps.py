@@ -70,16 +70,6 @@ def without_noise(step: Map) -> Map:
     return broken
 
 
-def without_friction(
-    theta: Tensor, m: Tensor, gradient: Tensor, noise: Tensor, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """SGHMC with the right noise, but the momentum is not damped."""
-    h = options["step_size"]
-    position, momentum = sghmc(theta, m, gradient, noise, **options)
-    lost = options["friction"] * h * m
-    return position + h * lost, momentum + lost
-
-
 def explicit_euler(
     theta: Tensor,
     m: Tensor,

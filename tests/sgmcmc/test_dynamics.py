@@ -1,4 +1,7 @@
-"""The one-step maps: their algebra, noise, own stationary laws and orders, with negative controls."""
+"""The one-step maps: their algebra, noise, own stationary laws and orders, with negative controls.
+
+It covers overdamped.py, underdamped.py, nose_hoover.py and noise.py.
+"""
 
 from __future__ import annotations
 
@@ -643,25 +646,6 @@ def order(step: Map, step_sizes: tuple[float, float, float]) -> float:
     """Slope of log bias against log step size."""
     biases = [abs(second_moment(step, h, 1.0) - exact_second_moment()) for h in step_sizes]
     return float(np.polyfit(np.log(step_sizes), np.log(biases), 1)[0])
-
-
-@pytest.mark.parametrize("friction", [0.05, 2.0, math.inf])
-def test_zero_temperature_is_torch_sgd_with_momentum(friction: float) -> None:
-    h = 0.3
-    c = math.exp(-friction * h)
-    curvature = double(0.5, 1.7, 3.0)
-    parameter = torch.nn.Parameter(double(1.0, -2.0, 0.5))
-    optimiser = torch.optim.SGD([parameter], lr=h**2 / 2 * (1 + c), momentum=c)
-    position, momentum = parameter.detach().clone(), torch.zeros(3, dtype=torch.float64)
-    for _ in range(200):
-        optimiser.zero_grad()
-        (curvature * parameter.cosh()).sum().backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
-        gradient = curvature * position.sinh()
-        position, momentum = baoa(
-            position, momentum, gradient, torch.zeros(3), step_size=h, friction=friction, temperature=0.0
-        )
-        torch.testing.assert_close(position, parameter.detach(), rtol=0, atol=1e-12)
 
 
 LADDERS = {

@@ -1,5 +1,7 @@
-"""BAOA as users run it: in Pyro's MCMC, from the optimiser at T = 0 to sampled targets, and what bad input
-gets."""
+"""BAOA as users run it, in Pyro's MCMC: from the optimiser at T = 0 to sampled targets, and bad input.
+
+It covers kernel.py, pyro_driver.py and divergence.py.
+"""
 
 from __future__ import annotations
 

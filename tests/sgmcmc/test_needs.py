@@ -18,7 +18,7 @@ import torch
 from scipy.stats import norm
 from torch import Tensor
 
-from pyro_sym import SGLD, StochasticGradientKernel, VectorizedMCMC, from_pyro, testing
+from pyro_sym import SGLD, SGNHT, StochasticGradientKernel, VectorizedMCMC, from_pyro, testing
 from pyro_sym.model import gradient as gradients
 from pyro_sym.sgmcmc.kernel import Needs
 
@@ -253,6 +253,39 @@ def test_accepting_or_rejecting_is_exact_at_large_steps() -> None:
 
 def test_a_kernel_that_accepts_or_rejects_keeps_the_contract() -> None:
     testing.check_kernel_contract(partial(MALA, step_size=0.01))
+
+
+def test_control_a_cold_limit_that_is_none_is_told() -> None:
+    def make(model: Any, temperature: Any = 1.0) -> MALA:
+        return MALA(model, step_size=0.01, temperature=temperature or 0.1)
+
+    with pytest.raises(AssertionError, match="needs a temperature above 0, and takes 0"):
+        testing.check_kernel_contract(make)
+
+
+# --- the statistics of kernels ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("thermostats", "name"), [("global", "thermostat"), ("site", "site_thermostat")])
+def test_a_thermostat_is_recorded_and_exported(thermostats: Any, name: str, tmp_path: Path) -> None:
+    def model() -> None:
+        pyro.sample("a", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("b", dist.Normal(0.0, 1.0))
+
+    make = partial(SGNHT, model, step_size=0.1, thermostats=thermostats)
+    alone = pyro.infer.MCMC(make(), 6, 0, disable_progbar=True)
+    alone.run()
+    stored = run(make(), 6, 2, store=tmp_path / "run")
+    for mcmc, count in ((alone, 1), (run(make(), 6, 2), 2), (stored, 2), (tmp_path / "run", 2)):
+        value = from_pyro(mcmc, model=model)["sample_stats"][name]
+        assert value.dims == ("chain", "draw", "latent_site")[: 2 + (thermostats == "site")]
+        assert value.shape == (count, 6, 2)[: value.ndim]
+    # what is recorded is the state: the last draw's
+    pyro.set_rng_seed(0)
+    chains = make().start(num_chains=2)
+    chains.advance(6, warming_up=False)
+    last = torch.as_tensor(value.values[:, -1]).reshape(2, -1)
+    torch.testing.assert_close(last, chains.state[2].double())
 
 
 # --- statistics that can't be recorded ----------------------------------------------------------------------

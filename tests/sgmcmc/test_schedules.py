@@ -226,8 +226,8 @@ def test_a_cycle_is_resumed_to_the_bit(kind: Any) -> None:
 def test_blocks_of_steps_stop_at_an_onset(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the steps of a block taken one by one, as no compiler is needed for that."""
 
-    def block(self: FusedSteps, *inputs: Any) -> Any:
-        after, energy, slope = self._loop(self.gradient.eager, *inputs)
+    def block(self: Any, *inputs: Any) -> Any:
+        after, energy, slope = self.one_by_one(*inputs, self.gradient.eager)
         return after, energy, slope, float(after[0].sum())
 
     monkeypatch.setattr(FusedSteps, "__call__", block)

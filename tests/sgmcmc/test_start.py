@@ -1,4 +1,7 @@
-"""Where chains start: a bad start is told from a run that diverges, copies and flat sites are refused."""
+"""Where chains start: a bad start is told from a run that diverges, copies and flat sites are refused.
+
+It covers start.py, starting_points.py and bad_start.py.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from pyro_sym.errors import DivergenceError
 from pyro_sym.model.potential import Potential
-from pyro_sym.sgmcmc import bad_start
+from pyro_sym.sgmcmc import bad_start, divergence
 from pyro_sym.sgmcmc.overdamped import SGLD
 from pyro_sym.sgmcmc.schedules import Cyclical
 from pyro_sym.sgmcmc.underdamped import BAOA, SGHMC
@@ -86,7 +89,7 @@ def test_no_start_is_blamed_long_after_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_looking_for_the_cause_draws_no_random_numbers() -> None:
     states = []
-    for early in (bad_start.EARLY, 0):
+    for early in (divergence.EARLY, 0):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(bad_start, "EARLY", early)
             with pytest.raises(DivergenceError):

@@ -1,4 +1,7 @@
-"""Many chains in one process: each is the chain it would be alone; an error leaves the draws so far."""
+"""Many chains in one process: each is the chain it would be alone; what ends a run leaves what was drawn.
+
+It covers vectorized.py, chains.py, shard.py, statistics.py and thermometers.py.
+"""
 
 from __future__ import annotations
 
