@@ -126,9 +126,11 @@ class FusedSteps:
         *parts, energy, slope, total = run(*inputs)
         return tuple(parts), energy, slope, float(total)
 
-    def one_by_one(self, *inputs: Any) -> tuple[State, Tensor, Tensor]:
+    def one_by_one(
+        self, *inputs: Any, gradient_at: Callable[[Tensor, Minibatch], tuple[Tensor, Tensor]] | None = None
+    ) -> tuple[State, Tensor, Tensor]:
         """The same steps without fusing them; arguments and results as of a call, without the sum."""
-        return self._loop(self.gradient, *inputs)
+        return self._loop(gradient_at or self.gradient, *inputs)
 
     def _loop(
         self,

@@ -234,7 +234,7 @@ def test_numbers_drawn_ahead_for_compiled_steps(tmp_path: Path, monkeypatch: pyt
     """The steps of a block are taken one by one here, which needs no compiler."""
 
     def block(self: Any, *inputs: Any) -> Any:
-        after, energy, slope = self.one_by_one(*inputs, self.gradient.eager)
+        after, energy, slope = self.one_by_one(*inputs, gradient_at=self.gradient.eager)
         return after, energy, slope, float(after[0].sum())
 
     def compiled() -> StochasticGradientKernel:

@@ -81,8 +81,8 @@ GOOD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
         ),
         ({"optimizer": torch.optim.SGD(weights(), **GOOD), "lr": 0.1}, ValueError, "optimizer and lr are"),
         ({"optimizer": torch.optim.SGD(weights(), **GOOD), "momentum": 0.1}, ValueError, "and momentum are"),
-        ({}, TypeError, "wants the momentum"),
-        ({"momentum": 0.9}, TypeError, "wants the learning rate"),
+        ({}, TypeError, "needs the momentum"),
+        ({"momentum": 0.9}, TypeError, "needs the learning rate"),
     ],
 )
 def test_optimizers_without_a_kernel_are_refused(

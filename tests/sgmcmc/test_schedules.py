@@ -227,7 +227,7 @@ def test_blocks_of_steps_stop_at_an_onset(monkeypatch: pytest.MonkeyPatch) -> No
     """With the steps of a block taken one by one, as no compiler is needed for that."""
 
     def block(self: Any, *inputs: Any) -> Any:
-        after, energy, slope = self.one_by_one(*inputs, self.gradient.eager)
+        after, energy, slope = self.one_by_one(*inputs, gradient_at=self.gradient.eager)
         return after, energy, slope, float(after[0].sum())
 
     monkeypatch.setattr(FusedSteps, "__call__", block)

@@ -258,7 +258,7 @@ def test_rotations_are_no_group_to_average_over_or_to_list() -> None:
     assert not product.is_finite and product.log_order(shapes) == math.inf
     with pytest.raises(SymmetryError, match="not finite, so its elements can't be listed"):
         product.elements(shapes)
-    with pytest.raises(SymmetryError, match="a guide can only be averaged over a finite group"):
+    with pytest.raises(SymmetryError, match="guides are averaged over finite groups only"):
         AutoSymmetrized(AutoNormal(factors), ROTATIONS)  # type: ignore[arg-type]
     two_axes = Orthogonal({"p": (-2, -1)})
     with pytest.raises(SymmetryError, match="one axis a site"):
