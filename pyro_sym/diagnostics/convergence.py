@@ -29,27 +29,18 @@ SEED = 0x5EED
 
 @dataclass(frozen=True)
 class FiniteChains:
-    """The chains of an export whose draws are finite, and some coordinates of their draws.
-
-    Attributes:
-        data: the export.
-        chains: indices of the chains.
-        sizes: number of coordinates by variable.
-        raw: by variable, some of its coordinates, of shape ``(chain, draw, coordinate)``.
-        aligned: the same coordinates of the aligned draws, if there are any.
-        notes: sentences on chains and coordinates that were left out.
-    """
+    """The chains of an export whose draws are finite, and some coordinates of their draws."""
 
     data: Any
-    chains: list[int]
-    sizes: dict[str, int]
-    raw: dict[str, np.ndarray]
-    aligned: dict[str, np.ndarray] | None
-    notes: tuple[str, ...]
+    chains: list[int]  # their indices
+    sizes: dict[str, int]  # number of coordinates by variable
+    raw: dict[str, np.ndarray]  # some coordinates by variable, of shape (chain, draw, coordinate)
+    aligned: dict[str, np.ndarray] | None  # the same coordinates of the aligned draws
+    notes: tuple[str, ...]  # on chains and coordinates that were left out
 
     @classmethod
     def of(cls, data: Any, var_names: Collection[str] | None, max_coordinates: int | None) -> FiniteChains:
-        """Read the named variables of an export, or all, and at most so many coordinates of each."""
+        """Read the named variables of an export, or all, and at most ``max_coordinates`` of each."""
         posterior = dataset(data, "posterior")
         names = list(posterior.data_vars) if var_names is None else list(var_names)
         for name in names:
@@ -60,21 +51,17 @@ class FiniteChains:
         if not names:
             raise ValueError("there is no variable with coordinates to report on")
         raw = {name: _coordinates(posterior[name], max_coordinates) for name in names}
-        computed = _deterministic(data)
-        by_name = {
-            name: np.isfinite(value).all((1, 2))
-            for name, value in raw.items()
-            if name not in computed or computed.issuperset(names)
-        }
+        computed = read_attr(data, "deterministic", [])  # by the model from its latent sites
+        sources = {name for name in names if name not in computed} or names
+        by_name = {name: np.isfinite(raw[name]).all((1, 2)) for name in names if name in sources}  # (chain,)
         finite = np.stack(list(by_name.values())).all(0)
         if not finite.any():
             raise ValueError("every chain has draws that are not finite; there is nothing to report on")
         notes = []
         if not finite.all():
             at_fault = [name for name, fine in by_name.items() if not fine.all()]
-            notes.append(
-                f"chains {np.flatnonzero(~finite).tolist()} are left out: not finite in {', '.join(at_fault)}"
-            )
+            left_out = np.flatnonzero(~finite).tolist()
+            notes.append(f"chains {left_out} are left out: not finite in {', '.join(at_fault)}")
         if "guide" in data.attrs:
             notes.append("draws of a guide are independent: that they mix says nothing about its fit")
         elif finite.sum() < LEAST_CHAINS:
@@ -89,16 +76,13 @@ class FiniteChains:
             kept = np.isfinite(np.concatenate(both)).all((0, 1))
             if kept.all():
                 continue
-            notes.append(
-                f"{int((~kept).sum())} of {len(kept)} coordinates of {name} are not finite, and left out"
-            )
-            for values in (raw, aligned or {}):
-                if name in values:
-                    values[name] = values[name][..., kept]
-                    if not kept.any():
-                        del values[name]
-        chains = np.flatnonzero(finite).tolist()
-        return cls(data, chains, sizes, raw, aligned, tuple(notes))
+            count = int((~kept).sum())
+            notes.append(f"{count} of {len(kept)} coordinates of {name} are not finite, and left out")
+            for values in [raw] if aligned is None else [raw, aligned]:
+                values[name] = values[name][..., kept]
+                if not kept.any():
+                    del values[name]
+        return cls(data, np.flatnonzero(finite).tolist(), sizes, raw, aligned, tuple(notes))
 
     def stats(self) -> xr.Dataset | None:
         """Statistics of the draws of these chains, if there are any."""
@@ -116,22 +100,16 @@ def convergence(draws: FiniteChains) -> pd.DataFrame:
     import pandas as pd
 
     table = pd.DataFrame(index=pd.Index(list(draws.raw), name="variable"))
-    kinds = dict.fromkeys(_deterministic(draws.data), "deterministic")
+    kinds = dict.fromkeys(read_attr(draws.data, "deterministic", []), "deterministic")
     kinds |= dict.fromkeys(read_attr(draws.data, "functions", []), "function")
     table["kind"] = [kinds.get(name, "site") for name in draws.raw]
     table["size"] = [draws.sizes[name] for name in draws.raw]
     table["looked_at"] = [value.shape[-1] for value in draws.raw.values()]
-    raw = _diagnosed(draws.raw)
     aligned = _diagnosed(draws.aligned) if draws.aligned is not None else {}
-    for column in raw:
-        table[column] = raw[column]
+    for column, values in _diagnosed(draws.raw).items():
+        table[column] = values
         table[f"{column}_aligned"] = aligned.get(column, math.nan)
     return table
-
-
-def _deterministic(data: Any) -> set[str]:
-    """The variables that the model computes from its latent sites."""
-    return set(read_attr(data, "deterministic", []))
 
 
 def _diagnosed(values: dict[str, np.ndarray]) -> dict[str, list[float]]:

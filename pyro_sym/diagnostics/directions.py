@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["directional_temperatures"]
 
-LEAST = 8
-"""The least number of draws in a half."""
-
-SUBSTANTIAL = 0.1
-"""A warning needs a relative error of at least this."""
+LEAST = 8  # draws in a half, at least
+SUBSTANTIAL = 0.1  # a warning needs a relative error of at least this
 
 
 def directional_temperatures(
@@ -48,9 +45,9 @@ def directional_temperatures(
     thermostat fixes the mean, where minibatch noise differs by direction.
 
     Directions and centre come from one half of the draws (half of the chains, or of a single chain), and
-    temperatures from the other half; then the halves are swapped. So temperatures are unbiased: directions do
-    not depend on the draws that they are evaluated on. Directions of both halves are paired by rank. The band
-    is :func:`~pyro_sym.diagnostics.temperatures.mean_band`, for all :math:`k` directions at once: each has
+    temperatures from the other half; then the halves are swapped, and their directions are paired by rank.
+    So directions do not depend on the draws that they are evaluated on, and temperatures are unbiased. Bands
+    (:func:`~pyro_sym.diagnostics.temperatures.mean_band`) hold for all :math:`k` directions at once: each has
     the probability :math:`1 - (1 - \text{probability}) / k`.
 
     Args:
@@ -86,7 +83,10 @@ def directional_temperatures(
 
     if max_directions < 1:
         raise ValueError(f"max_directions={max_directions} must be positive")
-    u, s = _by_chain(draws, score, num_chains)
+    pair = checked_pair(draws, score, num_chains)
+    u, s = (value.cpu().unflatten(0, (num_chains, -1)) for value in pair)  # (C, n, d)
+    if len(draws) < 2 * LEAST or u.shape[2] == 0:
+        raise ValueError(f"there are {len(draws)} draws of {u.shape[2]} values; pass {2 * LEAST} at least")
     halves = _halves(u, s)
     bases = [_basis(own, max_directions) for own, _ in halves]
     count = min(len(axes) for axes, _ in bases)
@@ -128,21 +128,11 @@ def _warn(table: pd.DataFrame, off: pd.Series, mean: float) -> None:
     )
 
 
-def _by_chain(draws: Tensor, score: Tensor, num_chains: int) -> tuple[Tensor, Tensor]:
-    """Both as float64 of shape ``(C, n, d)``."""
-    pair = checked_pair(draws, score, num_chains)
-    u, s = (value.cpu().unflatten(0, (num_chains, -1)) for value in pair)
-    if u.shape[0] * u.shape[1] < 2 * LEAST or u.shape[2] == 0:
-        raise ValueError(f"there are {len(draws)} draws of {u.shape[2]} values; pass {2 * LEAST} at least")
-    return u, s
-
-
 def _halves(u: Tensor, s: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Every other chain and the rest, or the halves of a single chain."""
-    chains, draws = u.shape[:2]
-    if chains > 1:
+    if len(u) > 1:
         return [(u[::2], s[::2]), (u[1::2], s[1::2])]
-    middle = draws // 2
+    middle = u.shape[1] // 2
     return [(u[:, :middle], s[:, :middle]), (u[:, middle:], s[:, middle:])]
 
 

@@ -18,11 +18,7 @@ CONFIDENCE = "alignment_confidence"
 
 
 def relabelling(draws: FiniteChains) -> pd.DataFrame | None:
-    """How the elements that alignment chose vary over draws; within a chain they change as labels switch.
-
-    Returns:
-        A table by part of the group, or ``None`` if nothing was aligned.
-    """
+    """A table, by part of the group, of the elements that alignment chose; ``None`` without alignment."""
     import pandas as pd
 
     stats = draws.stats()

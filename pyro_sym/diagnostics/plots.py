@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +36,9 @@ def plot_orbit(
     """Scatter two coordinates of each unit, before and after alignment.
 
     If the coordinates have a dim of units, say two weights into each hidden unit, every draw gives a point
-    for each unit, coloured by unit: colours are mixed in the raw draws, and form one cloud each where
-    alignment told the units apart. Colours repeat from the eleventh unit on. Without such a dim every draw is
-    one point, coloured by chain, and the copies of a mode are clouds.
+    for each unit, coloured by unit (colours repeat from the eleventh on): colours are mixed in the raw draws,
+    and form one cloud each where alignment separated the units. Without such a dim every draw is one point,
+    coloured by chain, and the copies of a mode are clouds.
 
     Args:
         data: what :func:`~pyro_sym.from_pyro` returned, with a symmetry.
@@ -74,8 +75,9 @@ def plot_orbit(
     for ax, group, title in zip(axes, ("posterior", "posterior_aligned"), ("raw", "aligned"), strict=True):
         (across, label_x), (up, label_y) = _pair(dataset(data, group), x, y)
         points_by, what = _coloured(across, up)
-        for points_x, points_y, label in _thinned(points_by, max_points):
-            ax.scatter(points_x, points_y, s=8, alpha=0.5, linewidths=0, label=label)
+        step = max(1, math.ceil(across.size / max_points))
+        for points_x, points_y, label in points_by:
+            ax.scatter(points_x[::step], points_y[::step], s=8, alpha=0.5, linewidths=0, label=label)
         ax.set(title=title, xlabel=label_x, ylabel=label_y)
         if own:
             ax.label_outer()
@@ -146,9 +148,8 @@ def plot_temperatures(
             values = series[kind][site].values
             ends = np.quantile(values, [0.05, 0.95])
             ax.plot(ends, [row + offset] * 2, color=COLOURS[kind], linewidth=1.5)
-            (point,) = ax.plot(
-                values.mean(), row + offset, "o", color=COLOURS[kind], label=f"{kind}, mean and 90%"
-            )
+            label = f"{kind}, mean and 90%"
+            (point,) = ax.plot(values.mean(), row + offset, "o", color=COLOURS[kind], label=label)
         if series[kind]:
             handles.append(point)
     if target is not None:
@@ -183,15 +184,13 @@ def _coordinate(posterior: Any, which: Coordinate) -> tuple[Any, str]:
         raise KeyError(f"the posterior has no variable {name!r}, but {list(posterior.data_vars)}")
     values = posterior[name].sel(selection)
     if values.ndim > 3:
-        raise ValueError(
-            f"{name!r} has dims {list(values.dims[2:])}; select along all but that of the units, as in "
-            f"({name!r}, {{{values.dims[2]!r}: 0}})"
-        )
+        cure = f"select along all but that of the units, as in ({name!r}, {{{values.dims[2]!r}: 0}})"
+        raise ValueError(f"{name!r} has dims {list(values.dims[2:])}; {cure}")
     return values, f"{name}[{', '.join(map(str, selection.values()))}]" if selection else name
 
 
 def _coloured(across: Any, up: Any) -> tuple[list[tuple[Any, Any, str]], str]:
-    """Points grouped by colour, with labels, and whether colours are units or chains."""
+    """Points ``(x, y, label)`` by colour, and whether colours are units or chains."""
     axis = 2 if across.ndim == 3 else 0
     dim = across.dims[axis]
     groups = [
@@ -199,9 +198,3 @@ def _coloured(across: Any, up: Any) -> tuple[list[tuple[Any, Any, str]], str]:
         for i, label in enumerate(across[dim].values)
     ]
     return groups, "unit" if axis == 2 else "chain"
-
-
-def _thinned(groups: list[tuple[Any, Any, str]], most: int) -> list[tuple[Any, Any, str]]:
-    total = sum(len(x) for x, _, _ in groups)
-    step = max(1, -(-total // most))
-    return [(x[::step], y[::step], label) for x, y, label in groups]

@@ -113,12 +113,10 @@ def report(
     * **Gain**, **discrepancy** and **directions**, if they are given. With :class:`~pyro_sym.SGNHT` look at
       the directions: its thermostat holds the mean temperature even where directions are wrong.
 
-    A coordinate takes milliseconds, and a network has millions: of more than ``max_coordinates`` a fixed
-    random subset is used, and the column ``looked_at`` has its size. Chains with draws that are not finite
-    are left out.
-
-    ArviZ plots either group: ``az.plot_trace(dataset(data, "posterior_aligned"))``. :func:`plot_orbit` and
-    :func:`plot_temperatures` are plots that it does not have.
+    Of more than ``max_coordinates`` a fixed random subset is used, as each takes milliseconds; the column
+    ``looked_at`` has its size. Chains with draws that are not finite are left out. ArviZ plots either group:
+    ``az.plot_trace(dataset(data, "posterior_aligned"))``. It lacks :func:`plot_orbit` and
+    :func:`plot_temperatures`.
 
     Args:
         data: what :func:`~pyro_sym.from_pyro` or :func:`~pyro_sym.from_pyro_svi` returned.
@@ -178,13 +176,11 @@ def report(
 
 def _notes_on_temperatures(table: pd.DataFrame | None, kernel: str | None, directions: bool) -> list[str]:
     notes = []
-    if table is not None and "kinetic" in table:
-        above = table["kinetic"] > table["kinetic_high"]
-        if above.any():
-            notes.append(
-                "kinetic temperatures above their band come from minibatch noise if a run on all rows has "
-                "none; otherwise the step size is too large for a target that is not Gaussian: halve it"
-            )
+    if table is not None and "kinetic" in table and (table["kinetic"] > table["kinetic_high"]).any():
+        notes.append(
+            "kinetic temperatures above their band come from minibatch noise if a run on all rows has none; "
+            "otherwise the step size is too large for a target that is not Gaussian: halve it"
+        )
     if table is not None and kernel == "SGNHT" and not directions:
         notes.append(
             "a thermostat holds the mean temperature, even where some directions are too hot and others too "
@@ -200,9 +196,8 @@ def _distance(draws: FiniteChains, symmetry: Group, mode: Mapping[str, Tensor] |
     if mode is None:
         if draws.aligned is None:
             raise ValueError("there are no aligned draws to take a mode from; pass mode=")
-        mode = {
-            site: draws.tensor("posterior_aligned", site).double().mean((0, 1)) for site in symmetry.sites
-        }
+        moved = {site: draws.tensor("posterior_aligned", site) for site in symmetry.sites}
+        mode = {site: value.double().mean((0, 1)) for site, value in moved.items()}
     distances = distance_to_mode(samples, mode, symmetry, group_by_chain=True)
     row = {
         "median": float(distances.quantile(0.5)),
@@ -229,14 +224,14 @@ def _shown(table: pd.DataFrame) -> pd.DataFrame:
     for column in columns:
         if column.endswith(("_aligned", "_low", "_high", "_inside")):
             continue
-        shown[column] = text[column]
         if f"{column}_aligned" in text:
             shown[f"{column}, aligned"] = text[column] + " | " + text[f"{column}_aligned"]
-            del shown[column]
-        if f"{column}_low" in text:
+        elif f"{column}_low" in text:
             outside = table[f"{column}_inside"].map({True: "", False: " !"}).fillna("")
             band = " in [" + text[f"{column}_low"] + ", " + text[f"{column}_high"] + "]"
             shown[column] = text[column] + band + outside
+        else:
+            shown[column] = text[column]
     return pd.DataFrame(shown)
 
 

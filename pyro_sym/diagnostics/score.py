@@ -78,28 +78,18 @@ def unconstrained_score(
 
 
 def checked_pair(draws: Tensor, score: Tensor, num_chains: int) -> tuple[Tensor, Tensor]:
-    """Draws and their score in float64, if they fit each other and the number of chains.
-
-    Raises:
-        ValueError: if shapes disagree, there are fewer than two draws, something is not finite, or the draws
-            do not divide into chains.
-    """
+    """Draws and their score in float64; refuses those that are not finite, or don't divide into chains."""
     if draws.dim() != 2 or draws.shape != score.shape or len(draws) < 2:
-        raise ValueError(
-            f"draws have shape {tuple(draws.shape)} and the score {tuple(score.shape)}; pass (n, d) for "
-            "both, with n >= 2"
-        )
-    if num_chains < 1 or len(draws) % num_chains:
-        raise ValueError(
-            f"num_chains is {num_chains}; the {len(draws)} draws must divide into chains of equal length"
-        )
+        found = f"draws have shape {tuple(draws.shape)} and the score {tuple(score.shape)}"
+        raise ValueError(f"{found}; pass (n, d) for both, with n >= 2")
+    n = len(draws)
+    if num_chains < 1 or n % num_chains:
+        raise ValueError(f"num_chains is {num_chains}; the {n} draws must divide into chains of equal length")
     for what, value in {"draws": draws, "score": score}.items():
         bad = ~value.isfinite().all(-1)
         if bad.any():
-            raise ValueError(
-                f"{what} are not finite, first at {int(bad.nonzero()[0])}; leave out such draws, or their "
-                "chains"
-            )
+            first = int(bad.nonzero()[0])
+            raise ValueError(f"{what} are not finite, first at {first}; leave such draws or their chains out")
     return draws.detach().double(), score.detach().double()
 
 
@@ -109,13 +99,9 @@ def _positions(potential: Potential, draws: Mapping[str, Tensor], sample_ndim: i
     for name, transform in potential.transforms.items():
         if name not in draws:
             raise ValueError(f"latent site {name!r} has no draws; there are draws of {sorted(draws)}")
-        value = draws[name].detach()
-        shape, expected = tuple(value.shape), potential.shapes[name]
-        if shape[sample_ndim:] != tuple(transform.inverse_shape(expected)):
-            raise ValueError(
-                f"draws of site {name!r} have shape {shape}, but one value has "
-                f"{tuple(transform.inverse_shape(expected))}"
-            )
+        value, expected = draws[name].detach(), tuple(transform.inverse_shape(potential.shapes[name]))
+        shape = tuple(value.shape)
+        if shape[sample_ndim:] != expected:
+            raise ValueError(f"draws of site {name!r} have shape {shape}, but one value has {expected}")
         values[name] = value.flatten(0, sample_ndim - 1)
-    unconstrained = potential.unconstrain(values)
-    return torch.cat([u.reshape(len(u), -1) for u in unconstrained.values()], -1)
+    return torch.cat([u.reshape(len(u), -1) for u in potential.unconstrain(values).values()], -1)

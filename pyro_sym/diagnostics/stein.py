@@ -15,8 +15,7 @@ __all__ = ["SteinDiscrepancy", "kernel_stein_discrepancy", "stein_kernel"]
 
 SEED = 0x57E1
 
-TURNS, LOST = 0.1, 0.02
-"""Sign flips within an autocorrelation time, and the correlation that is taken for zero."""
+TURNS, LOST = 0.1, 0.02  # sign flips within an autocorrelation time; the correlation that is taken for zero
 
 
 class SteinDiscrepancy(NamedTuple):
@@ -48,16 +47,7 @@ def stein_kernel(x: Tensor, score_x: Tensor, y: Tensor, score_y: Tensor, *, c: f
         &= s_x^\top s_y\, q^\beta + 2 \beta\, (s_y - s_x)^\top (x - y)\, q^{\beta - 1}
            - 2 \beta d\, q^{\beta - 1} - 4 \beta (\beta - 1) \lVert x - y \rVert^2 q^{\beta - 2}.
 
-    Args:
-        x: points, of shape ``(n, d)``.
-        score_x: the score there, of the same shape.
-        y: points, of shape ``(m, d)``.
-        score_y: the score there.
-        c: :math:`c`.
-        beta: :math:`\beta`.
-
-    Returns:
-        Values of shape ``(n, m)``.
+    For points ``x`` of shape ``(n, d)`` and ``y`` of shape ``(m, d)`` the values have shape ``(n, m)``.
     """
     norm_x, norm_y = x.square().sum(-1, keepdim=True), y.square().sum(-1)
     square = (norm_x + norm_y - 2 * x @ y.T).clamp(min=0)
@@ -106,8 +96,7 @@ def kernel_stein_discrepancy(
     along a chain with probability :math:`0.1 / \tau`. Here :math:`\tau` is the autocorrelation time under the
     kernel: the mean of :math:`k_p(x_i, x_{i + k})` over that of :math:`k_p(x_i, x_i)`, summed over lags.
     Signs of different chains are independent, and so are those of uncorrelated draws. With few effective
-    draws the p-value is seldom small: the test is valid, but has little power. Thinning costs power, and only
-    saves time. The random state is not changed.
+    draws the test is valid, but has little power. The random state is not changed.
 
     Args:
         draws: unconstrained values, of shape ``(n, d)``. :func:`unconstrained_score` makes them, and the
@@ -165,13 +154,12 @@ def kernel_stein_discrepancy(
         row_sums.append(kernel.sum(-1))
         squares = squares + kernel.square().sum()
         lagged = lagged + _lagged(kernel, rows, len(lagged))
-    u = float(torch.cat(row_sums).sum()) / (n * (n - 1))
+    total, pairs = torch.cat(row_sums), n * (n - 1)
+    u = float(total.sum()) / pairs
     signs = _signs(num_chains, n, num_bootstraps, _time(lagged, num_chains, float(diagonal) / n, u)).to(x)
     flipped = x.new_zeros(num_bootstraps)
     for rows, kernel, _ in blocks():
         flipped = flipped + (signs[rows] * (kernel @ signs)).sum(0)
-    pairs = n * (n - 1)
-    total = torch.cat(row_sums)
     # Hoeffding's decomposition: the spread of row means holds 1/n of that of single pairs.
     of_pairs = float(squares) / pairs
     of_rows = max(float((total / (n - 1)).var()) - of_pairs / n, 0.0)
@@ -217,11 +205,9 @@ def _signs(num_chains: int, n: int, num_bootstraps: int, time: float) -> Tensor:
 def _scaled(x: Tensor, s: Tensor, scale: Tensor | float | None) -> tuple[Tensor, Tensor]:
     """Centred draws and their score in units of the scale."""
     x = x - x.mean(0)  # the kernel depends on differences only; centring keeps their digits
-    if scale is None:
-        spread = x.std(0)
-        unit = torch.where(spread > 0, spread, 1.0)
-    else:
-        unit = torch.as_tensor(scale, dtype=torch.float64, device=x.device)
-        if not bool((unit > 0).all()):
-            raise ValueError(f"scale is {scale}; it must be positive in each coordinate")
+    spread = x.std(0)
+    given = torch.where(spread > 0, spread, 1.0) if scale is None else scale
+    unit = torch.as_tensor(given, dtype=x.dtype, device=x.device)
+    if not bool((unit > 0).all()):
+        raise ValueError(f"scale is {scale}; it must be positive in each coordinate")
     return x / unit, s * unit

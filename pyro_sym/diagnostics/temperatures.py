@@ -27,7 +27,7 @@ ENOUGH_CHAINS, LEAST_BATCHES = 4, 10
 
 
 def kernel_temperature(data: Any) -> float | None:
-    """The temperature that the kernel of an export was given, unless it is a schedule."""
+    """The temperature that the kernel of an export was given, or ``None`` if it is a schedule."""
     value = read_attr(data, "kernel_settings", {}).get("temperature")
     return float(value) if isinstance(value, int | float) else None
 
@@ -46,9 +46,8 @@ def series_by_kind(stats: xr.Dataset | None) -> dict[str, dict[str, xr.DataArray
 def _by_site(stats: xr.Dataset, kind: str) -> dict[str, xr.DataArray]:
     """Temperatures of one kind, by site and of all sites together; empty if the kernel records none."""
     name = f"{kind}_temperature"
-    sites = stats.get(f"site_{name}")
     found = {}
-    if sites is not None:
+    if (sites := stats.get(f"site_{name}")) is not None:
         axis = sites.dims[-1]
         found = {str(label): sites.sel({axis: label}, drop=True) for label in sites[axis].values}
     if name in stats:
@@ -59,16 +58,9 @@ def _by_site(stats: xr.Dataset, kind: str) -> dict[str, xr.DataArray]:
 def temperatures(
     draws: FiniteChains, target: float | None, sizes: Mapping[str, int], probability: float
 ) -> pd.DataFrame | None:
-    r"""Mean temperatures by site, with the bands of :func:`mean_band` around the target.
+    """A table of mean temperatures by site, with the bands of :func:`mean_band` around the target.
 
-    Args:
-        draws: chains of a run.
-        target: :math:`T`, if it is known.
-        sizes: number of unconstrained values by site, and of all sites.
-        probability: of the bands.
-
-    Returns:
-        A table by site, or ``None`` if the kernel records no temperatures.
+    ``sizes`` are numbers of unconstrained values by site. Returns ``None`` if no temperatures were recorded.
     """
     import pandas as pd
 
@@ -84,14 +76,10 @@ def temperatures(
         for site, values in several.items():
             mean, width = mean_band(values.transpose("chain", "draw").values, probability)
             low, high = goal - width, goal + width
-            known = math.isfinite(low)
-            table.loc[site, [kind, f"{kind}_low", f"{kind}_high"]] = mean, low, high
-            table.loc[site, f"{kind}_inside"] = float(low <= mean <= high) if known else math.nan
-    for kind in KINDS:
-        column = f"{kind}_inside"
-        if column in table:
-            table[column] = table[column].astype("boolean")
-    return table
+            inside = float(low <= mean <= high) if math.isfinite(low) else math.nan
+            columns = [kind, f"{kind}_low", f"{kind}_high", f"{kind}_inside"]
+            table.loc[site, columns] = mean, low, high, inside
+    return table.astype({column: "boolean" for column in table if column.endswith("_inside")})
 
 
 def mean_band(values: np.ndarray, probability: float) -> tuple[float, float]:
@@ -109,12 +97,7 @@ def mean_band(values: np.ndarray, probability: float) -> tuple[float, float]:
     chain if it is shorter. Chains are independent, so four of them are enough, however slowly they move, once
     they are stationary. Fewer chains need ten batches, as their autocorrelation time is hard to estimate.
 
-    Args:
-        values: of shape ``(C, n)``.
-        probability: of the band.
-
-    Returns:
-        The mean and half the width, which is NaN if there are too few draws.
+    ``values`` have shape ``(C, n)``. With too few draws the width is NaN.
 
     References:
         Geyer 1992, "Practical Markov chain Monte Carlo", for batch means and the autocorrelation time.

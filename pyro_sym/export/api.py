@@ -44,10 +44,9 @@ def from_pyro(
       ``predictions_constant_data``, if they are asked for.
 
     Deterministic sites are those of ``pyro.deterministic``, sites with a ``Delta``, and those that
-    ``poutine.reparam`` computes from new ones. They are computed by running the model at each draw; the
-    attribute ``deterministic`` names them. Sites that depend on summed-out sites, or on the rows that a plate
-    or a loader happens to show, have not one value a draw; the attribute ``left_out`` names them. Values for
-    every row of a subsampled plate are computed only if ``deterministic`` names the site.
+    ``poutine.reparam`` computes from new ones; the attribute ``deterministic`` names them. Sites that depend
+    on summed-out sites, or on the rows that a plate or a loader happens to show, have not one value a draw;
+    the attribute ``left_out`` names them. Sites in subsampled plates are computed only if they are named.
 
     A site that ``poutine.condition`` fixes is data, as with ``obs=``, if its density depends on the latent
     sites. Otherwise it is a parameter, and keeps its value in the predictions.
@@ -58,20 +57,17 @@ def from_pyro(
     variable ``y`` along a dim of the plate, as ``az.loo`` needs one variable.
 
     Data and likelihood cover all rows of a subsampled plate. Where the model's arguments choose the rows, as
-    with batches of a loader, the sites of the plate are left out of the data, and the attribute ``left_out``
-    names them: pass ``args`` and ``kwargs`` with all rows to include them.
+    with batches of a loader, its sites are left out (``left_out`` names them): pass ``args`` with all rows.
 
     Masked entries are not data. They are dropped from ``observed_data``, ``log_likelihood`` and
     ``posterior_predictive``: whole rows, if the masked entries are rows (the others keep their labels);
     otherwise the remaining entries are laid along a flat dim ``y_observed``.
 
     Draws that are not finite, as of a masked chain of :class:`~pyro_sym.VectorizedMCMC`, are exported as they
-    are, with a warning; the others are aligned without them.
-
-    If more than 1 % of the draws have an ``alignment_confidence`` below 0.9, a warning says that labels are
-    in doubt; the attribute ``alignment`` holds the share of such draws and the smallest confidence.
-
-    Torch's random state is restored: two calls simulate the same data.
+    are, with a warning; the others are aligned without them. If more than 1 % of the draws have an
+    ``alignment_confidence`` below 0.9, a warning says that labels are in doubt; the attribute ``alignment``
+    holds the share of such draws and the smallest confidence. Torch's random state is restored: two calls
+    simulate the same data.
 
     Args:
         mcmc: a :class:`pyro.infer.MCMC` that has been run, with any kernel; a
@@ -132,14 +128,12 @@ def from_pyro_svi(
     times, and all its sample sites but the auxiliary ones are read.
 
     With ``log_likelihood``, ``sample_stats`` has ``log_p``, the log joint, and ``log_q``, the log density of
-    the guide, at each draw, both of constrained values and on all data, as ``az.loo_approximate_posterior``
-    of ArviZ 1.x needs them. For a symmetrised guide it is :math:`\log q^G`, by the guide's own estimator. If
-    a guide has no density, the attribute ``log_q`` says why.
+    the guide, at each draw, both of constrained values and on all data, for ``az.loo_approximate_posterior``
+    of ArviZ 1.x. For a symmetrised guide it is :math:`\log q^G`, by the guide's own estimator. If a guide has
+    no density, the attribute ``log_q`` says why.
 
     Sites inside subsampled plates have other rows in every draw. They are left out with a warning, and the
-    attribute ``left_out`` names them.
-
-    The draws start from torch's random state, which is then restored: two calls give the same draws.
+    attribute ``left_out`` names them. Torch's random state is restored: two calls give the same draws.
 
     Args:
         guide: a Pyro guide, trained.

@@ -16,7 +16,7 @@ from pyro_sym.export.sites import unseen
 from pyro_sym.export.vmap_draws import at_draws
 from pyro_sym.model.conditioned_sites import fixed_parameters
 from pyro_sym.model.enumeration import marginal_terms
-from pyro_sym.model.program import Program, is_data
+from pyro_sym.model.program import Program, is_data, traced
 
 __all__ = ["allocation_probabilities"]
 
@@ -54,10 +54,9 @@ def allocation_probabilities(
             if there are none, all observed mixtures, concatenated.
 
     Returns:
-        A function from constrained values by latent site, of shape ``(m, *shape)``, to probabilities of shape
-        ``(m, N, K)``, with all plates flattened to one. It evaluates all draws at once, by
-        ``torch.func.vmap``, where the model allows, and raises ``ValueError`` if draws have other shapes or a
-        site has no draws.
+        A function from constrained values ``(m, *shape)`` by latent site to probabilities ``(m, N, K)``, with
+        all plates flattened to one. It evaluates all draws at once, by ``torch.func.vmap``, where the model
+        allows, and raises ``ValueError`` if draws have other shapes or a site has no draws.
 
     Raises:
         TypeError: if ``args`` is no tuple or list, or ``kwargs`` no dict.
@@ -79,18 +78,15 @@ def allocation_probabilities(
     kwargs = {} if kwargs is None else kwargs
     if not (isinstance(args, tuple | list) and isinstance(kwargs, Mapping)):
         raise TypeError(
-            f"args is a {type(args).__name__} and kwargs a {type(kwargs).__name__}, where a tuple and a dict "
-            "with the model's arguments are expected; draws go to the function that is returned, as in "
-            "allocation_probabilities(model, (x,))(draws)"
+            f"args is a {type(args).__name__} and kwargs a {type(kwargs).__name__}; pass a tuple and a dict "
+            "of the model's arguments, and draws to the result: allocation_probabilities(model, (x,))(draws)"
         )
     args = tuple(args)
     with unseen(), pyro.validation_enabled(False):
         program = Program(model, args, kwargs)
         for name, plate in program.plates.items():
-            raise ValueError(
-                f"plate {name!r} shows {plate.subsample_size} of its {plate.size} rows, and allocations are "
-                "of all data; pass a model without subsample_size"
-            )
+            rows = f"{plate.subsample_size} of its {plate.size} rows"
+            raise ValueError(f"plate {name!r} shows {rows}; pass a model without subsample_size")
         nodes = program.trace({name: latent.value for name, latent in program.latents.items()}).nodes
         no_data = {*program.latents, *fixed_parameters(model, args, kwargs)}
     observed = {name: node["fn"] for name, node in nodes.items() if is_data(node) and name not in no_data}
@@ -105,26 +101,26 @@ def allocation_probabilities(
 
     def one(draw: dict[str, Tensor]) -> dict[str, Tensor]:
         if sites[0] in mixtures:
-            held = poutine.condition(model, data=draw)
-            trace = poutine.trace(held).get_trace(*program.args, **program.kwargs)
-            return {"p": _concatenated([_mixture_probabilities(trace.nodes[name]) for name in sites])}
-        return {"p": _concatenated(_marginals(program, draw, {name: nodes[name] for name in sites}))}
+            trace = traced(poutine.condition(model, data=draw), program.args, program.kwargs)
+            parts = [_mixture_probabilities(trace.nodes[name]) for name in sites]
+        else:
+            parts = _marginals(program, draw, {name: nodes[name] for name in sites})
+        if len(sizes := {part.shape[-1] for part in parts}) > 1:
+            found = f"the sites have different numbers of components, {sorted(sizes)}"
+            raise ValueError(f"{found}; name one as site")
+        return {"p": torch.cat(parts)}
 
     def probabilities(draws: Mapping[str, Tensor]) -> Tensor:
-        latents = {}
         for name, latent in program.latents.items():
-            shape = tuple(latent.value.shape)
             if name not in draws:
+                raise ValueError(f"there are no draws of the latent site {name!r}, but of {list(draws)}")
+            found, shape = tuple(draws[name].shape), tuple(latent.value.shape)
+            if found[1:] != shape:
                 raise ValueError(
-                    f"there are no draws of the latent site {name!r}, but of {list(draws)}; pass those of "
-                    f"{list(program.latents)}"
+                    f"draws of site {name!r} have shape {found}, where (m, *shape) with shape {shape} is "
+                    "expected; flatten a dim of chains into that of the draws"
                 )
-            if tuple(draws[name].shape[1:]) != shape:
-                raise ValueError(
-                    f"draws of site {name!r} have shape {tuple(draws[name].shape)}, where (m, *shape) with "
-                    f"shape {shape} is expected; flatten a dim of chains into that of the draws"
-                )
-            latents[name] = draws[name]
+        latents = {name: draws[name] for name in program.latents}
         with unseen():
             return at_draws(one, latents, len(next(iter(latents.values()))))["p"]
 
@@ -132,7 +128,7 @@ def allocation_probabilities(
 
 
 def _marginals(program: Program, draw: Mapping[str, Tensor], nodes: Mapping[str, Any]) -> list[Tensor]:
-    """Probabilities of values: the derivatives of the log joint with respect to their log probabilities."""
+    """Probabilities ``(N, K)`` by site: derivatives of the log joint with respect to log probabilities."""
 
     def log_joint(shifts: dict[str, Tensor]) -> Tensor:
         trace = program.trace(draw)
@@ -166,10 +162,3 @@ def _by_datum(marginal: Tensor, node: Any) -> Tensor:
     by_value = marginal.movedim(node["infer"]["_enumerate_dim"], -1)
     by_value = by_value.reshape(-1, by_value.shape[-1])  # (N, K)
     return by_value / by_value.sum(-1, keepdim=True)
-
-
-def _concatenated(parts: list[Tensor]) -> Tensor:
-    sizes = {part.shape[-1] for part in parts}
-    if len(sizes) > 1:
-        raise ValueError(f"the sites have different numbers of components, {sorted(sizes)}; name one as site")
-    return torch.cat(parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from pyro_sym.export.sites import unseen, variables
 from pyro_sym.export.vmap_draws import at_finite_draws
 from pyro_sym.model.all_rows import Window, windows
 from pyro_sym.model.program import (
+    Args,
     GivenIndices,
     SubsampledPlate,
     in_subsampled_plate,
@@ -40,18 +41,11 @@ MOST_DRAWS, CHUNK_NUMEL = 64, 2**20
 
 
 class Deterministic:
-    """The deterministic sites of a model.
+    """The deterministic sites of a model, whose trace ``first`` is at ``draw``.
 
     A site has one value a draw if it is a function of sites that have draws. It has not if it depends on
     sites that are summed out, or if it lies outside of a subsampled plate and depends on the rows that the
     plate or a loader happens to show.
-
-    Args:
-        model: the Pyro model.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        first: the model's trace at a draw.
-        draw: this draw, constrained values by site.
 
     Attributes:
         sites: by name, those that have one value a draw, as far as :meth:`compare` has found.
@@ -60,12 +54,7 @@ class Deterministic:
     """
 
     def __init__(
-        self,
-        model: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        first: poutine.Trace,
-        draw: Values,
+        self, model: Any, args: Args, kwargs: Mapping[str, Any], first: poutine.Trace, draw: Values
     ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         every = {name: site for name, site in variables(first) if is_deterministic(site)}
@@ -90,36 +79,29 @@ class Deterministic:
         """The sites that have a value for each row of a subsampled plate."""
         return [n for n, site in self.sites.items() if in_subsampled_plate(site["cond_indep_stack"])]
 
-    def compare(self, window: Window, args: tuple[Any, ...] | None = None) -> poutine.Trace:
+    def compare(self, window: Window, args: Args | None = None) -> poutine.Trace:
         """Run the model on other rows, those of a window or in ``args``, and leave out sites that change."""
         trace = self._run(self._draw, window, self.args if args is None else args)
-        for name, site in list(self.sites.items()):
-            inside = in_subsampled_plate(site["cond_indep_stack"])
+        for name, site in self.sites.items():
+            frames, value = site["cond_indep_stack"], self._expected[name]
+            inside = in_subsampled_plate(frames)
             if inside and window:
-                frames = site["cond_indep_stack"]
-                value = self._expected[name]
                 event_dim = event_dim_of(site, tuple(value.shape))
-                dims = [f.dim - event_dim for f in frames if f.vectorized and f.name in window]
-                if all(-dim <= value.dim() for dim in dims):
+                if all(event_dim - f.dim <= value.dim() for f in frames if f.vectorized and f.name in window):
                     continue
-            if inside or not _equal(self._expected[name], trace.nodes.get(name)):
-                self._leave_out(name)
+            if inside or not _equal(value, trace.nodes.get(name)):
+                self._leave_out([name])
         return trace
 
     def leave_out_in(self, plates: Collection[str]) -> None:
         """Leave out the sites in one of these plates."""
-        for name, site in list(self.sites.items()):
-            if any(frame.name in plates for frame in site["cond_indep_stack"]):
-                self._leave_out(name)
+        inside = {n: {frame.name for frame in site["cond_indep_stack"]} for n, site in self.sites.items()}
+        self._leave_out([name for name, around in inside.items() if not around.isdisjoint(plates)])
 
     def at(
         self, draws: Values, plates: Mapping[str, SubsampledPlate], wanted: Collection[str]
     ) -> dict[str, Tensor]:
-        """The values of wanted sites at draws ``(M, *shape)``, on all rows of the subsampled plates.
-
-        Returns:
-            Values by site, of shape ``(M, *shape)``; NaN at draws that are not finite.
-        """
+        """Wanted sites ``(M, *shape)`` on all rows of subsampled plates; NaN at draws that are not finite."""
         wanted = [name for name in self.sites if name in wanted]
         if not wanted:
             return {}
@@ -135,23 +117,21 @@ class Deterministic:
         with unseen():
             return at_finite_draws(partial(on_all_rows, one, needed, chunk_size), held)
 
-    def _run(self, draw: Values, window: Window, args: tuple[Any, ...]) -> poutine.Trace:
+    def _run(self, draw: Values, window: Window, args: Args) -> poutine.Trace:
         with GivenIndices(window) if window else nullcontext():
             held = poutine.condition(self.model, data={**self._others, **draw})
             return traced(held, args, self.kwargs)
 
-    def _leave_out(self, name: str) -> None:
-        self.left_out.add(name)
-        self.sites.pop(name, None)
+    def _leave_out(self, names: Collection[str]) -> None:
+        self.left_out.update(names)
+        self.sites = {name: site for name, site in self.sites.items() if name not in names}
 
     def _leave_out_random(self, rows: Window) -> None:
         """Leave out the sites that depend on sites without draws."""
         for _ in range(NUM_RUNS if self._others else 0):
             with pyro.validation_enabled(False), _Redraw(self._others), GivenIndices(rows):
                 trace = traced(poutine.condition(self.model, data=self._draw), self.args, self.kwargs)
-            for name in list(self.sites):
-                if not _equal(self._expected[name], trace.nodes.get(name)):
-                    self._leave_out(name)
+            self._leave_out([n for n in self.sites if not _equal(self._expected[n], trace.nodes.get(n))])
 
 
 class _Redraw(Messenger):
@@ -173,10 +153,8 @@ class _Redraw(Messenger):
 
 
 def _equal(value: Tensor, site: Any) -> bool:
-    if site is None:
-        return False
-    other = torch.as_tensor(site["value"])
-    if value.shape != other.shape or value.dtype != other.dtype:
+    other = None if site is None else torch.as_tensor(site["value"])
+    if other is None or value.shape != other.shape or value.dtype != other.dtype:
         return False
     if not value.is_floating_point() or not value.numel():
         return torch.equal(value, other)

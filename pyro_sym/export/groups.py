@@ -29,17 +29,12 @@ __all__ = ["convert"]
 Group = dict[str, Variable]
 
 FUNCTION_CHUNK = 64
-
-LATENT_SITE = "latent_site"
-"""The dim of statistics that have a value for each latent site."""
+LATENT_SITE = "latent_site"  # the dim of statistics that have a value for each latent site
 
 
 def convert(fit: Fit, asked: Options) -> Any:
     """Make all groups that were asked for, and pass them to ArviZ."""
-    finite = fit.first_finite()
-    model = None
-    if fit.model is not None:  # without a finite draw it is run at a draw of its prior
-        model = ShownModel(fit.model, fit.args, fit.kwargs, finite, fit.shows_all, fit.other_args)
+    model = None if fit.model is None else ShownModel(fit.model, fit)
     functions = asked["functions"] or {}
     computed = _deterministic_to_compute(model, asked)
     attrs = {**fit.attrs, "versions": versions()}
@@ -47,7 +42,9 @@ def convert(fit: Fit, asked: Options) -> Any:
         attrs["functions"] = [legal(name) for name in functions]
     attrs |= {"inference_library": "pyro", "inference_library_version": pyro.__version__}
     groups: dict[str, Group] = {"posterior": _sites(fit.draws, model, computed, functions)}
-    stats = {name: Variable(value, _stat_dims(value, fit.latent_sites)) for name, value in fit.stats.items()}
+    num_sites = len(fit.latent_sites)
+    by_site = {name for name, value in fit.stats.items() if num_sites and value.shape[2:] == (num_sites,)}
+    stats = {n: Variable(value, [LATENT_SITE] if n in by_site else None) for n, value in fit.stats.items()}
     if (symmetry := asked["symmetry"]) is not None:
         result = aligned(fit.draws, symmetry)
         # Given draws of deterministic sites are not aligned: they are computed again from the aligned sites.
@@ -55,10 +52,7 @@ def convert(fit: Fit, asked: Options) -> Any:
         moved = {name: value for name, value in result.draws.items() if name not in again}
         groups["posterior_aligned"] = _sites(moved, model, {*computed, *again}, functions)
         if clash := stats.keys() & result.stats.keys():
-            raise ValueError(
-                f"the kernel's statistics {sorted(clash)} have the names of statistics of the alignment; "
-                "rename them, or export a dict of draws"
-            )
+            raise ValueError(f"statistics {sorted(clash)} have the names of the alignment's; rename them")
         stats |= {name: Variable(value) for name, value in result.stats.items()}
         attrs |= {"symmetry": repr(symmetry), **result.attrs}
     groups["sample_stats"] = stats
@@ -69,7 +63,7 @@ def convert(fit: Fit, asked: Options) -> Any:
         if left_out := [*model.left_out, *_deterministic_left_out(model, asked)]:
             attrs["left_out"] = [*attrs.get("left_out", []), *left_out]
     if asked["log_likelihood"]:
-        groups["log_likelihood"] = _log_likelihood(fit, _needed(model, "log_likelihood=True"), finite)
+        groups["log_likelihood"] = _log_likelihood(fit, _needed(model, "log_likelihood=True"))
     groups["posterior_predictive"] = _posterior_predictive(fit, model, asked["posterior_predictive"])
     groups |= _prior(model, asked["prior"], computed)
     groups["constant_data"] = _data(asked["constant_data"])
@@ -77,23 +71,10 @@ def convert(fit: Fit, asked: Options) -> Any:
         "predictions": _given_draws(asked["predictions"], fit, model),
         "predictions_constant_data": _data(asked["predictions_constant_data"]),
     }
-    by_site = any(statistic.dims for statistic in stats.values())
-    coords = {**({LATENT_SITE: fit.latent_sites} if by_site else {}), **(asked["coords"] or {})}
-    parts = [
-        finish({name: group for name, group in several.items() if group}, *named)
-        for several, named in [
-            (groups, (coords, asked["dims"])),
-            (ahead, (asked["pred_coords"], asked["pred_dims"])),
-        ]
-    ]
+    coords = ({LATENT_SITE: fit.latent_sites} if by_site else {}) | dict(asked["coords"] or {})
+    parts = [finish(groups, coords, asked["dims"]), finish(ahead, asked["pred_coords"], asked["pred_dims"])]
     arrays, names, labels = ({**now, **later} for now, later in zip(*parts, strict=True))
     return _arviz.build(arrays, coords=labels, dims=names, attrs=as_json(attrs))
-
-
-def _stat_dims(value: Tensor, latent_sites: list[str]) -> list[str | None] | None:
-    """Names of the dims of a statistic after chain and draw, if it has a value for each latent site."""
-    by_site = latent_sites and value.shape[2:] == (len(latent_sites),)
-    return [LATENT_SITE] if by_site else None
 
 
 def _needed(model: ShownModel | None, what: str) -> ShownModel:
@@ -119,10 +100,8 @@ def _deterministic_to_compute(model: ShownModel | None, asked: Options) -> list[
                 "draws, or on the rows that the model happens to show; leave it out of deterministic"
             )
         if name not in model.deterministic.sites:
-            raise ValueError(
-                f"deterministic names {name!r}, and the model's deterministic sites are "
-                f"{list(model.deterministic.sites)}"
-            )
+            sites = list(model.deterministic.sites)
+            raise ValueError(f"deterministic names {name!r}, and the model's deterministic sites are {sites}")
     return [name for name in model.deterministic.sites if name in names and name in known]
 
 
@@ -152,10 +131,8 @@ def _sites(
     sample_shape = next(iter(draws.values())).shape[:2]
     flat = {name: value.flatten(0, 1) for name, value in draws.items()}  # (C * S, *shape)
     if model is not None:
-        new = [name for name in computed if name not in draws]
-        group |= {
-            n: model.variable(n, v.unflatten(0, sample_shape)) for n, v in _at(flat, model, new).items()
-        }
+        new = _at(flat, model, [name for name in computed if name not in draws])
+        group |= {n: model.variable(n, v.unflatten(0, sample_shape)) for n, v in new.items()}
     if clash := functions.keys() & draws.keys():
         raise ValueError(f"functions {sorted(clash)} have the names of sites; give them others")
     for name, function in functions.items():
@@ -185,13 +162,13 @@ def _evaluated(name: str, function: Function, draw: dict[str, Tensor]) -> dict[s
     return {name: value}
 
 
-def _log_likelihood(fit: Fit, model: ShownModel, finite: dict[str, Tensor]) -> Group:
+def _log_likelihood(fit: Fit, model: ShownModel) -> Group:
     if not fit.shows_all:
         raise ValueError(
             "log_likelihood=True, but the model got batches of its data from the kernel's loader; pass args "
             "and kwargs with all rows"
         )
-    first = finite or {name: value[0, 0] for name, value in fit.draws.items()}
+    first = fit.first_finite or {name: value[0, 0] for name, value in fit.draws.items()}
     likelihood = PointwiseLikelihood(model.program, first, fit.args, fit.kwargs)
     likelihood.warn_of_factors(stacklevel=5)
     group = {}
@@ -213,12 +190,8 @@ def _posterior_predictive(fit: Fit, model: ShownModel | None, asked: bool | Give
 
 def _simulated(values: Mapping[str, Tensor], model: ShownModel) -> Group:
     """Simulated data, without the rows that were not observed."""
-    group = {}
-    for name, value in values.items():
-        if name not in model.left_out:
-            observed = model.observed.get(name)
-            group[name] = model.variable(name, value, 2, None if observed is None else observed.kept)
-    return stacked(group, 2)
+    known = {name: value for name, value in values.items() if name not in model.left_out}
+    return stacked({n: model.variable(n, value, 2, model.kept(n)) for n, value in known.items()}, 2)
 
 
 def _given_draws(values: Given | bool | None, fit: Fit, model: ShownModel | None) -> Group:
@@ -230,9 +203,8 @@ def _given_draws(values: Given | bool | None, fit: Fit, model: ShownModel | None
         if value.shape[:2] != shape:
             if value.shape[:1] != (shape.numel(),):
                 raise ValueError(
-                    f"predictive draws of {name!r} have shape {tuple(value.shape)}; there are {shape[0]} "
-                    f"chains of {shape[1]} draws, so pass ({shape.numel()}, *shape) or ({shape[0]}, "
-                    f"{shape[1]}, *shape)"
+                    f"predictive draws of {name!r} have shape {tuple(value.shape)}; pass ({shape.numel()}, "
+                    f"*shape) or (num_chains, num_samples, *shape) = ({shape[0]}, {shape[1]}, *shape)"
                 )
             value = value.unflatten(0, shape)  # (C, S, ...)
         group[name] = _unpadded(name, value, model)
@@ -246,8 +218,7 @@ def _unpadded(name: str, value: Tensor, model: ShownModel | None) -> Variable:
     ndim = model.ndim(name)
     while ndim is not None and value.dim() - 2 > ndim and value.shape[2] == 1:
         value = value.squeeze(2)
-    observed = model.observed.get(name)
-    kept = None if observed is None else observed.kept
+    kept = model.kept(name)
     if kept is not None and value.shape[2 : 2 + kept.dim()] != kept.shape:
         kept = None
     return model.variable(name, value, 2, kept)
@@ -284,7 +255,7 @@ def _as_numbers(name: str, value: Any) -> Tensor:
     array = np.asarray(value)
     if array.dtype.kind not in "biufc":
         raise TypeError(
-            f"constant data {name!r} hold {array.dtype} values, where numbers are expected: pass strings and "
-            f"dates as the labels of a dim, coords={{dim: values}}"
+            f"constant data {name!r} hold {array.dtype} values, not numbers: pass strings and dates as "
+            "labels of a dim, coords={dim: values}"
         )
     return torch.as_tensor(array)

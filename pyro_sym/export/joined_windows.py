@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,54 +22,39 @@ class Shown(NamedTuple):
     event_dim: int = 0
 
 
+OnWindow = Callable[[dict[str, Tensor], Window], Mapping[str, Shown]]
+
+
 def on_all_rows(
-    function: Callable[[dict[str, Tensor], Window], Mapping[str, Shown]],
-    shown_windows: Iterable[Window],
-    chunk_size: int | None,
-    draws: Mapping[str, Tensor],
+    function: OnWindow, shown_windows: Iterable[Window], chunk_size: int | None, draws: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Evaluate a function of one draw and one window at all draws ``(M, *shape)``, and join the windows.
+    """Evaluate a function of one draw and one window at all draws; return all rows, ``(M, *shape)`` by name.
 
     ``chunk_size`` is that of :func:`~pyro_sym.export.vmap_draws.at_draws`.
-
-    Returns:
-        Values by name, of shape ``(M, *shape)``, on all rows.
     """
     whole = JoinedWindows()
     for window in shown_windows:
-        places: dict[str, Shown] = {}
-
-        def one(
-            draw: dict[str, Tensor], window: Window = window, places: dict[str, Shown] = places
-        ) -> dict[str, Tensor]:
-            places.update(function(draw, window))
-            return {name: place.value for name, place in places.items()}
-
-        for name, part in at_draws(one, draws, chunk_size).items():
-            whole.put(name, part, places[name].frames, window, places[name].event_dim)
+        last: dict[str, Shown] = {}  # plates and event dims are the same at all draws
+        for name, part in at_draws(partial(_values, function, window, last), draws, chunk_size).items():
+            whole.put(name, part, last[name].frames, window, last[name].event_dim)
     return whole.values
 
 
-class JoinedWindows:
-    """Tensors over all rows, by name.
+def _values(
+    function: OnWindow, window: Window, last: dict[str, Shown], draw: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    last.update(function(draw, window))
+    return {name: place.value for name, place in last.items()}
 
-    Attributes:
-        values: what has been joined so far.
-    """
+
+class JoinedWindows:
+    """Tensors over all rows, joined so far, as ``values`` by name."""
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
 
     def put(self, name: str, part: Tensor, frames: Iterable[Any], window: Window, event_dim: int = 0) -> None:
-        """Copy the values of a site on the rows of a window into the tensor over all rows.
-
-        Args:
-            name: of the tensor.
-            part: of shape ``(*sample_shape, *batch_shape, *event_shape)``.
-            frames: the plates around the site.
-            window: the rows that the model showed.
-            event_dim: number of event dims.
-        """
+        """Copy a site's values ``(*sample_shape, *batch_shape, *event_shape)`` on a window to their rows."""
         subsampled = {f.dim - event_dim: f for f in frames if f.vectorized and f.name in window}
         if not subsampled:  # the same in every window
             self.values.setdefault(name, part)

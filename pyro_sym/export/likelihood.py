@@ -16,7 +16,7 @@ from pyro_sym.export.pointwise import Data, picks_rows, terms_of
 from pyro_sym.export.sites import unseen
 from pyro_sym.model.all_rows import Window, windows
 from pyro_sym.model.conditioned_sites import FromPrior, fixed_parameters
-from pyro_sym.model.program import Program, in_subsampled_plate, is_data, is_deterministic
+from pyro_sym.model.program import Args, Program, in_subsampled_plate, is_data, is_deterministic
 from pyro_sym.unwrap import base_of
 
 __all__ = ["PointwiseLikelihood", "log_likelihood"]
@@ -55,9 +55,8 @@ def log_likelihood(
     * Factors and deterministic sites are not data, nor are parameters that ``poutine.condition`` fixes
       (sites whose density does not depend on the latent sites).
 
-    Many draws are evaluated at once by ``torch.func.vmap``; where the model's control flow depends on their
-    values they are evaluated one by one, with a warning. The random state is restored, and handlers outside
-    see nothing.
+    Draws are evaluated together by ``torch.func.vmap`` or, where the model's control flow depends on their
+    values, one by one with a warning. The random state is restored, and handlers outside see nothing.
 
     Args:
         model: a Pyro model.
@@ -73,12 +72,11 @@ def log_likelihood(
 
     Raises:
         ValueError: if there are no draws or their shapes don't fit the model's sites, a latent site has none
-            and can't be summed out, or the rows of a subsampled plate are chosen by the model's arguments
-            rather than by the plate.
+            and can't be summed out, or the model's arguments choose the rows of a subsampled plate.
 
     Warns:
-        UserWarning: if the model has no data, so that the result is empty, or if it has a ``pyro.factor`` in
-            a plate of data: it may belong to the likelihood, but is not in the result.
+        UserWarning: if the model has no data, so that the result is empty, or a ``pyro.factor`` in a plate of
+            data, which may belong to the likelihood but is not in the result.
 
     Example:
         >>> def model(y):
@@ -114,18 +112,16 @@ def log_likelihood(
 def _wrong_shape(name: str, value: Tensor, group_by_chain: bool) -> ValueError:
     expected = "(num_chains, num_samples, *shape)" if group_by_chain else "(num_samples, *shape)"
     return ValueError(
-        f"draws of site {name!r} have shape {tuple(value.shape)}, where {expected} with the shape of the "
-        f"site is expected; pass group_by_chain={not group_by_chain} if draws "
-        f"{'have no' if group_by_chain else 'have a'} dim of chains"
+        f"draws of site {name!r} have shape {tuple(value.shape)}, where {expected} is expected; pass "
+        f"group_by_chain={not group_by_chain} if they {'have no' if group_by_chain else 'have a'} chain dim"
     )
 
 
 class _ShapeCheck(poutine.messenger.Messenger):
-    """Refuses draws that have dims that their site has not, or too few for its event.
+    """Refuses draws with dims that their site has not, which may broadcast, or with too few for its event.
 
-    Such a draw may broadcast against the data and give a wrong likelihood without an error. Dims of size 1 in
-    front, which Pyro's ``Predictive`` adds, are allowed. So are missing batch dims: a site in a plate may
-    have one value for the whole plate.
+    Dims of size 1 in front, which Pyro's ``Predictive`` adds, are allowed. So are missing batch dims: a site
+    in a plate may have one value for the whole plate.
     """
 
     def __init__(self, draws: Values, group_by_chain: bool) -> None:
@@ -142,47 +138,28 @@ class _ShapeCheck(poutine.messenger.Messenger):
             raise _wrong_shape(msg["name"], value, self.group_by_chain)
 
 
-class _Conditioned:
-    """A model conditioned on a draw that can be replaced."""
-
-    def __init__(self, model: Callable[..., Any], draw: Values) -> None:
-        self.model, self.draw = model, draw
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return poutine.condition(self.model, data=dict(self.draw))(*args, **kwargs)
-
-
 class PointwiseLikelihood:
-    """The log likelihood of a model, by datum.
-
-    Args:
-        model: a Pyro model.
-        draw: constrained values of its latent sites, without dims of draws.
-        args: the model's positional arguments.
-        kwargs: its keyword arguments.
+    """The log likelihood of a model, by datum; ``draw`` is one draw of its latent sites.
 
     Attributes:
         data: the data of each term, by name, over all rows.
-
-    Raises:
-        ValueError: as :func:`log_likelihood` does.
     """
 
     def __init__(
-        self,
-        model: Callable[..., Any],
-        draw: Values,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, model: Callable[..., Any], draw: Values, args: Args, kwargs: Mapping[str, Any]
     ) -> None:
-        self._held = _Conditioned(model, draw)
+        self._draw = draw
+
+        def held(*args: Any, **kwargs: Any) -> Any:
+            return poutine.condition(model, data=dict(self._draw))(*args, **kwargs)
+
         with unseen(), pyro.validation_enabled(False):
             self._no_data = draw.keys() | fixed_parameters(model, args, kwargs, draw)
-            self._program = Program(self._held, args, kwargs)
+            self._program = Program(held, args, kwargs)
             if self._program.latents:
                 raise ValueError(
-                    f"there are no draws of the latent sites {list(self._program.latents)}, which the "
-                    "likelihood needs; pass draws of all sites that can't be summed out"
+                    f"there are no draws of the latent sites {list(self._program.latents)}; pass draws of "
+                    "all sites that can't be summed out"
                 )
             self.data = self._check_all_rows()
 
@@ -190,7 +167,7 @@ class PointwiseLikelihood:
         """The log likelihood at draws of shape ``(M, *shape)``, as tensors of shape ``(M, *batch_shape)``."""
 
         def one(draw: dict[str, Tensor], window: Window) -> dict[str, Shown]:
-            self._held.draw = draw
+            self._draw = draw
             terms = terms_of(self._program.trace({}, window), self._no_data)
             return {term.name: Shown(term.masked_out, term.data.frames) for term in terms}
 
@@ -203,9 +180,8 @@ class PointwiseLikelihood:
         if not self.data:
             factors = f", and its factors {list(self._factors)} are no data" if self._factors else ""
             warnings.warn(
-                f"the model has no observed sites{factors}, so that there is no log likelihood by datum; "
-                "observe data by pyro.sample(..., obs=...), if need be with a distribution of your own whose "
-                "log_prob is the factor",
+                f"the model has no observed sites{factors}, so that there is no log likelihood by datum; use "
+                "pyro.sample(..., obs=...), if need be with a distribution whose log_prob is the factor",
                 stacklevel=stacklevel,
             )
             return

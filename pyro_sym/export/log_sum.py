@@ -9,8 +9,7 @@ from pyro.ops.rings import LogRing
 
 __all__ = ["LogSum"]
 
-Packed = Any
-"""A tensor whose attribute ``_pyro_dims`` names its dims by letters, as Pyro packs them."""
+Packed = Any  # a tensor whose attribute ``_pyro_dims`` names its dims by letters, as Pyro packs them
 
 
 class LogSum(LogRing):
@@ -22,8 +21,7 @@ class LogSum(LogRing):
         while rest:
             symbol = min(sorted(rest), key=lambda dim: len(_symbols(_touching(left, dim))))
             rest.discard(symbol)
-            touching = _touching(left, symbol)
-            if not touching:
+            if not (touching := _touching(left, symbol)):
                 continue
             total = _added(touching)
             summed: Packed = total.logsumexp(total._pyro_dims.index(symbol))

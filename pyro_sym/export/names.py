@@ -18,7 +18,6 @@ from pyro_sym.model.program import is_deterministic
 
 __all__ = [
     "Dims",
-    "Groups",
     "Variable",
     "event_dim_of",
     "finish",
@@ -36,30 +35,19 @@ SAMPLE_DIMS = ("chain", "draw")
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable of a group.
+    """A variable of a group."""
 
-    Attributes:
-        value: of shape ``(chain, draw, *shape)``, or ``shape`` if it is data.
-        dims: names of the dims of ``shape``, as far as the model has them; ``None`` if it has none.
-        kept: which entries were observed, of the first dims of ``shape``; ``None`` for all.
-        sequential: the sequential plates around it.
-    """
-
-    value: Tensor
-    dims: Sequence[str | None] | None = None
-    kept: Tensor | None = None
-    sequential: tuple[str, ...] = ()
+    value: Tensor  # of shape (chain, draw, *shape), or shape if it is data
+    dims: Sequence[str | None] | None = None  # names of the dims of shape, as far as the model has them
+    kept: Tensor | None = None  # which entries were observed, of the first dims of shape; None for all
+    sequential: tuple[str, ...] = ()  # the sequential plates around it
 
 
 Groups = Mapping[str, Mapping[str, Variable]]
 
 
-class Labels:
-    """Names and sizes of dims, and their labels, which groups share; ``dims`` replace those from the model.
-
-    Attributes:
-        coords: labels by dim.
-    """
+class _Labels:
+    """Names, sizes and ``coords`` (labels) of dims, which groups share; ``dims`` replace the model's."""
 
     def __init__(self, groups: Groups, coords: Mapping[str, Any] | None, dims: Dims | None) -> None:
         self.coords = {legal(name): values for name, values in (coords or {}).items()}
@@ -67,9 +55,8 @@ class Labels:
         self._variables = {legal(name) for group in groups.values() for name in group}
         self._sizes: dict[str, tuple[int, str]] = {}  # of a dim, and the first variable that has it
         if unknown := self._given.keys() - self._variables:
-            raise ValueError(
-                f"dims are given for {sorted(unknown)}, which are none of {sorted(self._variables)}"
-            )
+            names = sorted(self._variables)
+            raise ValueError(f"dims are given for {sorted(unknown)}, which are none of {names}")
 
     def dims(self, group: str, name: str, variable: Variable) -> list[str]:
         """Names of the dims of a variable: the user's, or those of plates and event dims, or numbers."""
@@ -92,15 +79,10 @@ class Labels:
         """Refuse dims of two sizes, which ArviZ would pad, and those named as a variable, which it loses."""
         first_size, first = self._sizes.setdefault(dim, (size, name))
         if size != first_size:
-            raise ValueError(
-                f"dim {dim!r} has size {first_size} in {first!r} and size {size} in {name!r}; pass dims with "
-                "another name for one of them"
-            )
+            sizes = f"size {first_size} in {first!r} and size {size} in {name!r}"
+            raise ValueError(f"dim {dim!r} has {sizes}; pass dims with another name for one of them")
         if dim in self._variables or dim in SAMPLE_DIMS:
-            raise ValueError(
-                f"dim {dim!r} of {name!r} has the name of a variable or of a sample dim; pass dims with "
-                "another"
-            )
+            raise ValueError(f"dim {dim!r} of {name!r} has the name of a variable or sample dim; pass dims")
 
 
 def model_dims(site: Any, shape: tuple[int, ...]) -> list[str | None]:
@@ -144,23 +126,18 @@ def shown(site: Any) -> Shown:
 
 def plate_dims(frames: Iterable[Any], batch_shape: tuple[int, ...]) -> list[str | None]:
     """The plate on each batch dim, if the dim has the size of the plate or of its subsample."""
-    plates = {frame.dim: frame for frame in frames if frame.vectorized}
-    names: list[str | None] = []
-    for axis in range(-len(batch_shape), 0):
-        plate = plates.get(axis)
-        sizes = () if plate is None else (plate.size, plate.full_size)
-        names.append(plate.name if plate is not None and batch_shape[axis] in sizes else None)
-    return names
+    ndim = len(batch_shape)
+    inside = [f for f in frames if f.vectorized and -f.dim <= ndim]
+    names = {f.dim: f.name for f in inside if batch_shape[f.dim] in (f.size, f.full_size)}
+    return [names.get(axis) for axis in range(-ndim, 0)]
 
 
 def stacked(variables: Mapping[str, Variable], sample_ndim: int) -> dict[str, Variable]:
     """The steps ``y_0``, ``y_1``, … of a sequential plate as one variable ``y``, along a dim of the plate."""
     steps: dict[tuple[str, tuple[str, ...]], dict[int, str]] = {}
     for name, variable in variables.items():
-        parts = re.fullmatch(r"(.*?)_?(\d+)(\D*)", name)
-        if variable.sequential and parts is not None:
-            stem = parts[1] + parts[3]
-            steps.setdefault((stem, variable.sequential), {})[int(parts[2])] = name
+        if variable.sequential and (parts := re.fullmatch(r"(.*?)_?(\d+)(\D*)", name)):
+            steps.setdefault((parts[1] + parts[3], variable.sequential), {})[int(parts[2])] = name
     result = dict(variables)
     for (stem, plates), by_number in steps.items():
         several = [variables[by_number[number]] for number in sorted(by_number)]
@@ -168,16 +145,11 @@ def stacked(variables: Mapping[str, Variable], sample_ndim: int) -> dict[str, Va
             continue
         for name in by_number.values():
             del result[name]
-        first = several[0]
-        kept = None
-        if any(v.kept is not None for v in several):
-            batch = next(v.kept for v in several if v.kept is not None)
-            kept = torch.stack([torch.ones_like(batch) if v.kept is None else v.kept for v in several])
-        result[stem] = Variable(
-            torch.stack([v.value for v in several], sample_ndim),
-            None if first.dims is None else ["_".join(plates), *first.dims],
-            kept,
-        )
+        dims, kept = several[0].dims, None
+        if masks := [v.kept for v in several if v.kept is not None]:
+            kept = torch.stack([torch.ones_like(masks[0]) if v.kept is None else v.kept for v in several])
+        value = torch.stack([v.value for v in several], sample_ndim)
+        result[stem] = Variable(value, None if dims is None else ["_".join(plates), *dims], kept)
     return result
 
 
@@ -185,14 +157,15 @@ Finished = tuple[dict[str, dict[str, np.ndarray]], dict[str, dict[str, list[str]
 
 
 def finish(groups: Groups, coords: Mapping[str, Any] | None, dims: Dims | None) -> Finished:
-    """Arrays, names of dims and labels by group, without masked entries; ``dims`` replace the model's.
+    """Arrays, names of dims and labels by group that is not empty, without masked entries.
 
-    Raises:
-        ValueError: for names and shapes that ArviZ would accept, and lose or pad.
+    Refuses names and shapes that ArviZ would accept, and lose or pad.
     """
-    shared = Labels(groups, coords, dims)
+    shared = _Labels(groups, coords, dims)
     arrays, names, labels = {}, {}, {}
     for group, variables in groups.items():
+        if not variables:
+            continue
         kept = _without_masked(_legal_names(group, variables))
         names[group] = {name: shared.dims(group, name, variable) for name, variable in kept.items()}
         rows = _ObservedRows(kept, names[group], shared.coords)
@@ -286,8 +259,7 @@ def _to_numpy(group: str, name: str, value: Tensor) -> np.ndarray:
     value = value.detach().cpu()
     if value.is_complex() and _arviz.has_sample_dims(group):  # az.summary would fail
         raise TypeError(
-            f"{name!r} of {group} is complex, and ArviZ's statistics are of real numbers; export its real "
-            "and imaginary parts, as torch.view_as_real returns them"
+            f"{name!r} of {group} is complex, which ArviZ can't summarise; export torch.view_as_real of it"
         )
     if value.dtype == torch.bfloat16:  # which numpy doesn't have
         value = value.float()

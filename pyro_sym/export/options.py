@@ -28,8 +28,8 @@ class Options(TypedDict, total=False):
             ``log_q`` as well.
         posterior_predictive: ``True`` to simulate the observed sites at every draw, or draws by name, of
             shape ``(num_chains * num_samples, *shape)`` as from Pyro's ``Predictive`` (whose padding is
-            removed), or ``(num_chains, num_samples, *shape)``. All draws that are given are exported;
-            ``az.plot_ppc_dist`` needs ``var_names`` if there are others than observed sites.
+            removed), or ``(num_chains, num_samples, *shape)``. ``az.plot_ppc_dist`` needs ``var_names`` if
+            there are others than observed sites.
         predictions: draws at other inputs, of the same shapes.
         prior: a number of draws to take from the model, or draws by site, of shape ``(num_draws, *shape)``;
             those of observed sites go to ``prior_predictive``.
@@ -58,17 +58,11 @@ class Options(TypedDict, total=False):
     pred_dims: Dims | None
 
 
-DEFAULTS: Options = {"deterministic": True, "log_likelihood": False}
-"""The defaults of the options; that of all others is ``None``."""
+DEFAULTS: Options = {"deterministic": True, "log_likelihood": False}  # of all others it is None
 
 
 def checked(options: Options, function: str) -> Options:
-    """All options, with defaults for those not given to the function of that name.
-
-    Raises:
-        TypeError: if there is no such option, or its value has the wrong type.
-        ValueError: if ``prior`` is not a positive number.
-    """
+    """All options, checked, with defaults for those not given to the function of that name."""
     known = Options.__annotations__
     if unknown := options.keys() - known.keys():
         raise TypeError(
@@ -76,14 +70,11 @@ def checked(options: Options, function: str) -> Options:
         )
     asked = cast(Options, {**dict.fromkeys(known), **DEFAULTS, **options})
     if not isinstance(asked["deterministic"], Collection | bool):
-        raise TypeError(
-            f"deterministic is {asked['deterministic']!r}; pass True for all deterministic sites, False for "
-            "none, or names"
-        )
+        raise TypeError(f"deterministic is {asked['deterministic']!r}; pass True for all, False, or names")
     if not isinstance(asked["log_likelihood"], bool):  # it would compute its own in place of given values
         raise TypeError(
-            f"log_likelihood is a {type(asked['log_likelihood']).__name__}, and must be True or False; its "
-            "values are computed from the model"
+            f"log_likelihood is a {type(asked['log_likelihood']).__name__}; pass True or False, as the model "
+            "computes its values"
         )
     prior = asked["prior"]
     if isinstance(prior, int) and (prior < 1 or isinstance(prior, bool)):

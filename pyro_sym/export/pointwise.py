@@ -6,7 +6,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pyro import poutine
@@ -26,12 +26,7 @@ __all__ = ["Data", "Term", "mask_of", "picks_rows", "terms_of"]
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a term of the likelihood.
-
-    Attributes:
-        frames: the plates around them.
-        kept: which entries are not masked, of the term's batch shape; ``None`` for all.
-    """
+    """The plates around the data of a term, and its entries that are not masked; ``None`` for all."""
 
     frames: tuple[Any, ...]
     kept: Tensor | None
@@ -60,8 +55,7 @@ def picks_rows(site: Any, window: Window, seen: dict[str, Tensor]) -> bool:
     subsampled = [f for f in site["cond_indep_stack"] if f.full_size is not None and f.size < f.full_size]
     if any(frame.name not in window for frame in subsampled):
         return False
-    value = site["value"]
-    if not isinstance(value, Tensor):
+    if not isinstance(value := site["value"], Tensor):
         return True
     # Keep the tensor, or its memory could be reused in the next window.
     return seen.setdefault(site["name"], value).data_ptr() != value.data_ptr() or all(
@@ -70,7 +64,7 @@ def picks_rows(site: Any, window: Window, seen: dict[str, Tensor]) -> bool:
 
 
 def terms_of(trace: poutine.Trace, given: Set[str]) -> Iterator[Term]:
-    """The terms of a trace with log probabilities; the ``given`` sites are not data: drawn, or fixed."""
+    """The terms of a trace with log probabilities; the ``given`` sites, drawn or fixed, are not data."""
     observed = {name: site for name, site in trace.nodes.items() if is_data(site) and name not in given}
     samples = [site for site in trace.nodes.values() if site["type"] == "sample"]
     enumerated = [site for site in samples if infer_of(site).get("_enumerate_dim") is not None]
@@ -78,8 +72,7 @@ def terms_of(trace: poutine.Trace, given: Set[str]) -> Iterator[Term]:
     if enumerated:
         trace.pack_tensors()
         for component in _components(samples, {site["infer"]["_enumerate_symbol"] for site in enumerated}):
-            own = {site["name"] for site in component.sites} & observed.keys()
-            if own:
+            if own := {site["name"] for site in component.sites} & observed.keys():
                 tied |= own
                 yield _marginal(trace, component, own)
     for name, site in observed.items():
@@ -107,8 +100,7 @@ def mask_of(site: Any, shape: tuple[int, ...]) -> Tensor | None:
 # Summing enumerated sites out
 
 
-@dataclass(frozen=True, eq=False)
-class _Component:
+class _Component(NamedTuple):
     """Sites that share enumerated sites, and the symbols of these."""
 
     sites: list[Any]
@@ -123,13 +115,9 @@ def _components(sites: list[Any], summed: set[str]) -> list[_Component]:
         if not symbols:
             continue
         touching = [component for component in components if component.symbols & symbols]
-        components = [component for component in components if component not in touching]
-        components.append(
-            _Component(
-                [s for component in touching for s in component.sites] + [site],
-                symbols.union(*[component.symbols for component in touching]),
-            )
-        )
+        components = [component for component in components if not component.symbols & symbols]
+        together = [s for component in touching for s in component.sites] + [site]
+        components.append(_Component(together, symbols.union(*[component.symbols for component in touching])))
     return components
 
 
@@ -150,9 +138,8 @@ def _marginal(trace: poutine.Trace, component: _Component, observed: set[str]) -
     masks = [mask_of(site, _batch_shape(_plates(site))) for site in data]
     kept: Tensor | None = None
     if all(mask is not None for mask in masks):  # a joint term is kept if any of its data is
-        parts = [
-            _over(m.float(), _plates(s), root) for m, s in zip(masks, data, strict=True) if m is not None
-        ]
+        pairs = [(m.float(), _plates(s)) for m, s in zip(masks, data, strict=True) if m is not None]
+        parts = [_over(mask, plates, root) for mask, plates in pairs]
         kept = (torch.stack(torch.broadcast_tensors(*parts)).sum(0) > 0).expand(log_prob.shape)
     common = tuple(
         frame

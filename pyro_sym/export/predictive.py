@@ -16,38 +16,24 @@ from pyro_sym.export.shown_model import ShownModel
 from pyro_sym.export.sites import unseen, variables
 from pyro_sym.export.vmap_draws import at_draws
 from pyro_sym.model.all_rows import Window, windows
-from pyro_sym.model.program import (
-    GivenIndices,
-    RefusedError,
-    in_subsampled_plate,
-    is_data,
-    is_deterministic,
-    traced,
-)
+from pyro_sym.model.program import GivenIndices, RefusedError, in_subsampled_plate, is_data, is_deterministic
 from pyro_sym.unwrap import base_of
 
 __all__ = ["predict", "prior_draws"]
 
 
 def predict(model: ShownModel, draws: Mapping[str, Tensor], also: Collection[str] = ()) -> dict[str, Tensor]:
-    """Simulate the data at every draw of the latent sites, on all rows of subsampled plates.
+    """Simulate the data at all draws, on all rows of subsampled plates.
 
-    Deterministic sites are computed from the latent sites and the simulated data.
-
-    Args:
-        model: the model.
-        draws: constrained values, of shape ``(M, *shape)``.
-        also: deterministic sites whose values are returned, too.
-
-    Returns:
-        Values by site, of shape ``(M, *shape)``.
+    Returns values ``(M, *shape)`` by site, with those of the deterministic sites in ``also``, which are
+    computed from the latent sites and the simulated data.
     """
 
     def one(draw: dict[str, Tensor], window: Window) -> dict[str, Shown]:
         simulated = _SimulateData({*model.fixed, *draw})
         with GivenIndices(window):
             held = poutine.condition(simulated(model.program), data=draw)
-            trace = traced(held, model.args, model.kwargs)
+            trace = model.trace(held)
         return {
             name: shown(site)
             for name, site in variables(trace)
@@ -59,24 +45,13 @@ def predict(model: ShownModel, draws: Mapping[str, Tensor], also: Collection[str
 
 
 def prior_draws(model: ShownModel, count: int) -> dict[str, Tensor]:
-    """Draw the latent sites from their prior, except those in subsampled plates.
-
-    Args:
-        model: the model.
-        count: :math:`M`.
-
-    Returns:
-        Values by site, of shape ``(M, *shape)``.
-
-    Raises:
-        ValueError: if a prior is improper.
-    """
+    """Draw the latent sites from their prior, except those in subsampled plates, as ``(count, *shape)``."""
     window = next(windows(model.plates))
 
     def one(_: dict[str, Tensor]) -> dict[str, Tensor]:
         simulated = _SimulateData(model.fixed)
         with GivenIndices(window), _RefuseImproper():
-            trace = traced(simulated(model.program), model.args, model.kwargs)
+            trace = model.trace(simulated(model.program))
         return {
             name: site["value"]
             for name, site in variables(trace)
@@ -89,16 +64,10 @@ def prior_draws(model: ShownModel, count: int) -> dict[str, Tensor]:
 
 
 class _SimulateData(poutine.messenger.Messenger):
-    """Draws data from their distribution, and leaves all other observed sites as they are.
+    """Draws data, except those in ``kept``, from their distribution; ``names`` are the simulated sites.
 
     ``poutine.uncondition`` would also release deterministic sites and factors, whose ``Delta`` then draws
     values of other shapes, and parameters that ``poutine.condition`` has fixed.
-
-    Args:
-        kept: data sites to leave as they are.
-
-    Attributes:
-        names: the sites that were simulated.
     """
 
     def __init__(self, kept: Collection[str]) -> None:
@@ -111,27 +80,17 @@ class _SimulateData(poutine.messenger.Messenger):
             return
         self.names.add(msg["name"])
         fn = base_of(msg["fn"])
+        refused, kind = f"data of site {msg['name']!r} can't be simulated", type(fn).__name__
         if getattr(fn, "duration", 0) is None:  # Pyro's distributions of sequences
-            raise RefusedError(
-                f"data of site {msg['name']!r} can't be simulated: its {type(fn).__name__} has no duration; "
-                "pass duration=, the number of steps"
-            )
+            raise RefusedError(f"{refused}: its {kind} has no duration; pass duration=, the number of steps")
         try:
             msg["value"] = msg["fn"](*msg["args"], **msg["kwargs"])
         except NotImplementedError as error:
-            raise RefusedError(
-                f"data of site {msg['name']!r} can't be simulated: {type(fn).__name__} has no sample method; "
-                "write one, or pass data simulated elsewhere"
-            ) from error
+            raise RefusedError(f"{refused}: {kind} has no sample method; write one, or pass data") from error
         msg["is_observed"] = False
 
 
 class _RefuseImproper(poutine.messenger.Messenger):
-    """Refuses to draw from improper priors."""
-
     def _pyro_sample(self, msg: Any) -> None:
         if msg["value"] is None and isinstance(base_of(msg["fn"]), dist.ImproperUniform):
-            raise RefusedError(
-                f"the prior of site {msg['name']!r} is improper and can't be sampled; leave prior out, or "
-                "pass draws by site"
-            )
+            raise RefusedError(f"prior of site {msg['name']!r} is improper; leave prior out, or pass draws")

@@ -23,36 +23,28 @@ from pyro_sym.export.guide_density import draw_symmetrized, log_joint, log_q
 from pyro_sym.export.sites import latents, unseen
 from pyro_sym.guides.symmetrized import AutoSymmetrized
 from pyro_sym.model.minibatch import Loader
-from pyro_sym.model.program import in_subsampled_plate
+from pyro_sym.model.program import Args, in_subsampled_plate
 
 __all__ = ["Fit", "from_draws", "from_guide", "from_mcmc"]
 
 
+Model = Callable[..., Any] | None
+Kwargs = Mapping[str, Any]
+
+
 @dataclass(frozen=True)
 class Fit:
-    """Draws, and the model that they are of.
+    """Draws and their statistics, by name, and the model with its arguments, if there is one."""
 
-    Attributes:
-        draws: posterior draws by site, of shape ``(num_chains, num_samples, *shape)``.
-        model: the model, if there is one.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        stats: statistics of the draws by name, of shape ``(num_chains, num_samples, *shape)``.
-        attrs: attributes of the export.
-        shows_all: whether the model can show any row of its subsampled plates.
-        other_args: positional arguments with another batch, if ``args`` hold one batch of a loader.
-        latent_sites: the sites that statistics by site are of, in this order.
-    """
-
-    draws: dict[str, Tensor]
-    model: Callable[..., Any] | None
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    stats: dict[str, Tensor] = field(default_factory=dict)
-    attrs: dict[str, Any] = field(default_factory=dict)
-    shows_all: bool = True
-    other_args: tuple[Any, ...] | None = None
-    latent_sites: list[str] = field(default_factory=list)
+    draws: dict[str, Tensor]  # (num_chains, num_samples, *shape)
+    model: Model
+    args: Args
+    kwargs: Kwargs
+    stats: dict[str, Tensor] = field(default_factory=dict)  # (num_chains, num_samples, *shape)
+    attrs: dict[str, Any] = field(default_factory=dict)  # of the export
+    shows_all: bool = True  # whether the model can show any row of its subsampled plates
+    other_args: Args | None = None  # with another batch, if args hold one batch of a loader
+    latent_sites: list[str] = field(default_factory=list)  # of statistics by site, in their order
 
     @property
     def sample_shape(self) -> torch.Size:
@@ -64,6 +56,7 @@ class Fit:
         """The draws of all chains, of shape ``(num_chains * num_samples, *shape)``."""
         return {name: value.flatten(0, 1) for name, value in self.draws.items()}
 
+    @functools.cached_property
     def first_finite(self) -> dict[str, Tensor]:
         """The first draw of which all values are finite, or nothing if there is none."""
         flat = self.flat
@@ -74,12 +67,7 @@ class Fit:
         return {}
 
 
-def from_draws(
-    draws: Mapping[str, Any],
-    model: Callable[..., Any] | None,
-    args: tuple[Any, ...] | None,
-    kwargs: Mapping[str, Any] | None,
-) -> Fit:
+def from_draws(draws: Mapping[str, Any], model: Model, args: Args | None, kwargs: Kwargs | None) -> Fit:
     """Read a dict of draws, each of shape ``(num_chains, num_samples, *shape)``."""
     values = {name: torch.as_tensor(value) for name, value in draws.items()}
     if not values:
@@ -90,19 +78,12 @@ def from_draws(
             raise ValueError(f"there are no draws: those of site {name!r} have shape {tuple(value.shape)}")
         if value.dim() < 2 or value.shape[:2] != values[first].shape[:2]:
             other = "" if name == first else f", and those of {first!r} {tuple(values[first].shape)}"
-            raise ValueError(
-                f"draws of site {name!r} have shape {tuple(value.shape)}{other}; pass (num_chains, "
-                "num_samples, *shape), alike for all sites"
-            )
+            found = f"draws of site {name!r} have shape {tuple(value.shape)}{other}"
+            raise ValueError(f"{found}; pass (num_chains, num_samples, *shape), alike for all sites")
     return Fit(values, model, args or (), kwargs or {})
 
 
-def from_mcmc(
-    mcmc: Any,
-    model: Callable[..., Any] | None,
-    args: tuple[Any, ...] | None,
-    kwargs: Mapping[str, Any] | None,
-) -> Fit:
+def from_mcmc(mcmc: Any, model: Model, args: Args | None, kwargs: Kwargs | None) -> Fit:
     """Read a run of Pyro's ``MCMC``, of :class:`~pyro_sym.VectorizedMCMC`, or a stored one."""
     if isinstance(mcmc, str | os.PathLike | Run):
         return _from_store(mcmc if isinstance(mcmc, Run) else open_run(mcmc), model, args or (), kwargs or {})
@@ -131,9 +112,7 @@ def from_mcmc(
     return Fit(draws, model, args, kwargs, stats, attrs, batches is None, other_args, list(transforms))
 
 
-def _from_store(
-    run: Run, model: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Fit:
+def _from_store(run: Run, model: Model, args: Args, kwargs: Kwargs) -> Fit:
     """Read a stored run, which has neither its model nor its data."""
     if run.num_samples == 0:
         raise ValueError(f"there are no draws in {run.path} yet; export it again when there are")
@@ -143,12 +122,7 @@ def _from_store(
 
 
 def from_guide(
-    guide: Any,
-    model: Callable[..., Any] | None,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    num_samples: int,
-    densities: bool,
+    guide: Any, model: Model, args: Args, kwargs: Kwargs, num_samples: int, densities: bool
 ) -> Fit:
     """Draw from a guide, as one chain; with ``densities``, compute ``log_p`` and ``log_q`` of the draws."""
     with unseen():
@@ -175,14 +149,8 @@ def from_guide(
             attrs["log_q"] = f"left out: {error}"
         if model is not None:
             stats["log_p"] = log_joint(model, draws, args, kwargs)
-    return Fit(
-        {name: value.unsqueeze(0) for name, value in draws.items()},
-        model,
-        args,
-        kwargs,
-        {name: value.unsqueeze(0) for name, value in stats.items()},
-        attrs,
-    )
+    one_chain = [{name: value.unsqueeze(0) for name, value in several.items()} for several in (draws, stats)]
+    return Fit(one_chain[0], model, args, kwargs, one_chain[1], attrs)
 
 
 def _without_initial_values(model: Any) -> Any:
@@ -193,12 +161,7 @@ def _without_initial_values(model: Any) -> Any:
 
 
 def _guide_draws(
-    guide: Any,
-    kept: list[str],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    num_samples: int,
-    densities: bool,
+    guide: Any, kept: list[str], args: Args, kwargs: Kwargs, num_samples: int, densities: bool
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """Draws of shape ``(num_samples, *shape)``, and their log density if the guide computes both."""
     if densities and isinstance(guide, AutoSymmetrized):
@@ -216,10 +179,8 @@ def _guide_draws(
 
 def _mcmc_draws(mcmc: Any) -> dict[str, Tensor]:
     if not hasattr(mcmc, "get_samples"):
-        raise TypeError(
-            f"{type(mcmc).__name__} keeps no draws to export; use pyro.infer.MCMC, a dict of draws, or, for "
-            "a guide, from_pyro_svi"
-        )
+        kind = type(mcmc).__name__
+        raise TypeError(f"{kind} keeps no draws to export; use MCMC, a dict, or, for a guide, from_pyro_svi")
     if getattr(mcmc, "_samples", True) is None:
         raise ValueError("the MCMC has no draws yet: call its run() first")
     draws = dict(mcmc.get_samples(group_by_chain=True))
@@ -227,18 +188,14 @@ def _mcmc_draws(mcmc: Any) -> dict[str, Tensor]:
         raise ValueError("the MCMC has no latent sites to export")
     if not math.prod(next(iter(draws.values())).shape[:2]):
         raise ValueError(
-            "the MCMC has no draws: its run ended in the warm-up, by a divergence or an interrupt. Run it "
-            "again; after a divergence, with a smaller step_size or from another start"
+            "the MCMC has no draws, as its run ended in the warm-up: run it again; after a divergence, with "
+            "a smaller step_size or from another start"
         )
     return draws
 
 
 def _reports(mcmc: Any) -> list[dict[str, Any]]:
-    """What the kernel reports of each chain, as Pyro's ``MCMC`` keeps it, and this package's runs do.
-
-    ``mcmc.diagnostics()`` would first compute the effective sample size of every coordinate, and fail on
-    short chains.
-    """
+    """The kernel's reports by chain; ``mcmc.diagnostics()`` would compute ESS, and fail on few draws."""
     return [report or {} for report in getattr(mcmc, "_diagnostics", [])]
 
 
@@ -250,14 +207,13 @@ def _mcmc_stats(reports: list[dict[str, Any]], draws: dict[str, Tensor]) -> dict
         stats["diverging"] = torch.zeros(num_chains, num_samples, dtype=torch.bool)
         for chain, report in enumerate(reports):
             stats["diverging"][chain, report["divergences"]] = True
-    if reports and all("sample_stats" in report for report in reports):
-        for name in reports[0]["sample_stats"]:
-            by_chain = [torch.as_tensor(report["sample_stats"][name]) for report in reports]
-            for chain, values in enumerate(by_chain):
-                if values.shape[:1] != (num_samples,):
-                    raise ValueError(
-                        f"the statistic {name!r} of chain {chain} has shape {tuple(values.shape)}, expected "
-                        f"one value for each of {num_samples} draws"
-                    )
-            stats[name] = torch.stack(by_chain)  # (num_chains, num_samples, *shape)
+    if not reports or not all("sample_stats" in report for report in reports):
+        return stats
+    for name in reports[0]["sample_stats"]:
+        by_chain = [torch.as_tensor(report["sample_stats"][name]) for report in reports]
+        for chain, values in enumerate(by_chain):
+            if values.shape[:1] != (num_samples,):
+                found = f"the statistic {name!r} of chain {chain} has shape {tuple(values.shape)}"
+                raise ValueError(f"{found}, expected one value for each of {num_samples} draws")
+        stats[name] = torch.stack(by_chain)  # (num_chains, num_samples, *shape)
     return stats

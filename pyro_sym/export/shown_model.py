@@ -13,6 +13,7 @@ from pyro_sym.export.deterministic import Deterministic
 from pyro_sym.export.joined_windows import JoinedWindows
 from pyro_sym.export.names import Variable, model_dims
 from pyro_sym.export.pointwise import mask_of, picks_rows
+from pyro_sym.export.read import Fit
 from pyro_sym.export.sites import unseen, variables
 from pyro_sym.model.all_rows import windows
 from pyro_sym.model.conditioned_sites import FromPrior, fixed_parameters
@@ -22,49 +23,35 @@ __all__ = ["ShownModel"]
 
 
 class ShownModel:
-    """A model with its arguments, and what a run of it at one draw shows.
-
-    Args:
-        program: the Pyro model.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        draw: constrained values of its latent sites; others, as those that are summed out, are drawn from
-            their prior.
-        shows_all: whether subsampled plates can show any rows. They can't if the data are batches of a
-            loader.
-        other_args: positional arguments with another batch of the loader, if there is one.
+    """What a model shows at the first finite draw of a fit; sites without draws are drawn from their prior.
 
     Attributes:
         sites: the model's random variables and deterministic sites, by name.
-        plates: its subsampled plates.
+        plates: its subsampled plates; none if the data are batches of a loader, which choose the rows.
         fixed: sites that are parameters at values fixed by ``poutine.condition``.
         left_out: the observed sites of which it shows only some rows.
         observed: the data, by site.
         deterministic: its deterministic sites.
     """
 
-    def __init__(
-        self,
-        program: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        draw: Mapping[str, Tensor],
-        shows_all: bool = True,
-        other_args: tuple[Any, ...] | None = None,
-    ) -> None:
-        self.program, self.args, self.kwargs = program, args, kwargs
+    def __init__(self, program: Callable[..., Any], fit: Fit) -> None:
+        self.program, self._fit, draw = program, fit, fit.first_finite
         with unseen():
-            self.fixed = fixed_parameters(program, args, kwargs, draw)
-            first = traced(FromPrior()(poutine.condition(program, data=dict(draw))), args, kwargs)
+            self.fixed = fixed_parameters(program, fit.args, fit.kwargs, draw)
+            first = self.trace(FromPrior()(poutine.condition(program, data=dict(draw))))
             self.sites = dict(variables(first))
             _refuse_flat_draws(self.sites, draw)
-            self.plates = subsampled_plates(first) if shows_all else {}
-            self.deterministic = Deterministic(program, args, kwargs, first, draw)
+            self.plates = subsampled_plates(first) if fit.shows_all else {}
+            self.deterministic = Deterministic(program, fit.args, fit.kwargs, first, draw)
             self._read(first, draw)
-            if not shows_all:
+            if not fit.shows_all:
                 self.deterministic.leave_out_in(subsampled_plates(first))
-            if other_args is not None:
-                self.deterministic.compare({}, other_args)
+            if fit.other_args is not None:
+                self.deterministic.compare({}, fit.other_args)
+
+    def trace(self, handled: Any) -> poutine.Trace:
+        """The trace of the model under handlers."""
+        return traced(handled, self._fit.args, self._fit.kwargs)
 
     def _read(self, first: poutine.Trace, draw: Mapping[str, Tensor]) -> None:
         data, kept = JoinedWindows(), JoinedWindows()
@@ -83,10 +70,8 @@ class ShownModel:
                     left_out.add(name)
                     continue
                 value = torch.as_tensor(site["value"])
-                mask = mask_of(site, fn.batch_shape)
-                if mask is not None:
-                    whole = torch.broadcast_shapes(value.shape, fn.batch_shape + fn.event_shape)
-                    value = value.expand(whole)
+                if (mask := mask_of(site, fn.batch_shape)) is not None:
+                    value = value.expand(torch.broadcast_shapes(value.shape, fn.batch_shape + fn.event_shape))
                     kept.put(name, mask, frames, window)
                 data.put(name, value, frames, window, fn.event_dim)
         self.sites = {**self.sites, **shown}
@@ -110,6 +95,10 @@ class ShownModel:
         sequential = tuple(frame.name for frame in site["cond_indep_stack"] if not frame.vectorized)
         return Variable(value, model_dims(site, tuple(value.shape[sample_ndim:])), kept, sequential)
 
+    def kept(self, name: str) -> Tensor | None:
+        """Which entries of a site's data are not masked; ``None`` for all, or if it has no data."""
+        return self.observed[name].kept if name in self.observed else None
+
     def ndim(self, name: str) -> int | None:
         """Number of dims of one value of a site."""
         return torch.as_tensor(self.sites[name]["value"]).dim() if name in self.sites else None
@@ -125,6 +114,5 @@ def _refuse_flat_draws(sites: Mapping[str, Any], draw: Mapping[str, Tensor]) -> 
         if draw[name].dim() < len(shape):
             raise ValueError(
                 f"a draw of site {name!r} has shape {tuple(draw[name].shape)}, and {shape} in the model; "
-                "pass draws of shape (num_chains, num_samples, *shape), as from "
-                "get_samples(group_by_chain=True)"
+                "pass draws (num_chains, num_samples, *shape), as from get_samples(group_by_chain=True)"
             )

@@ -16,21 +16,12 @@ Values = Mapping[str, Tensor]
 
 
 def at_draws(function: OfOneDraw, draws: Values, chunk_size: int | None) -> dict[str, Tensor]:
-    """Evaluate a function at every draw, without gradients.
+    """Evaluate a function at draws ``(M, *shape)``, without gradients; returns ``(M, *shape)`` by name.
 
-    Args:
-        function: takes the values of one draw by name, and returns tensors by name.
-        draws: values by name, of shape ``(M, *shape)``.
-        chunk_size: how many draws to evaluate at once, by ``torch.func.vmap``. A function that can't be
-            vectorised, say because its control flow depends on values, is evaluated draw by draw, with a
-            warning. ``None`` evaluates draw by draw without trying: for functions that draw at random, as
-            torch's generators write in place, which vmap refuses.
-
-    Returns:
-        Tensors by name, of shape ``(M, *shape)``.
-
-    Raises:
-        ValueError: if there are no draws.
+    ``torch.func.vmap`` evaluates ``chunk_size`` draws at once. A function that can't be vectorised, say
+    because its control flow depends on values, is evaluated draw by draw, with a warning. ``None`` evaluates
+    draw by draw without trying: for functions that draw at random, as torch's generators write in place,
+    which vmap refuses.
     """
     for name, value in draws.items():
         if not len(value):
@@ -52,10 +43,9 @@ def at_draws(function: OfOneDraw, draws: Values, chunk_size: int | None) -> dict
 
 
 def at_finite_draws(function: Callable[[Values], dict[str, Tensor]], draws: Values) -> dict[str, Tensor]:
-    """Evaluate a function at the finite draws ``(K, *shape)`` of ``(M, *shape)``.
+    """Evaluate a function at the finite ones of draws ``(M, *shape)``.
 
-    Returns:
-        Its tensors by name, ``(M, *shape)`` with NaN at the other draws; nothing if no draw is finite.
+    Returns tensors ``(M, *shape)`` by name, with NaN at the other draws; nothing if no draw is finite.
     """
     each = [value.isfinite().reshape(len(value), -1).all(-1).cpu() for value in draws.values()]
     finite = torch.stack(each).all(0)  # (M,)
@@ -63,16 +53,12 @@ def at_finite_draws(function: Callable[[Values], dict[str, Tensor]], draws: Valu
         return function(draws)
     if not finite.any():
         return {}
-    values = function({name: value[finite] for name, value in draws.items()})
-    return {name: _spread(value, finite) for name, value in values.items()}
-
-
-def _spread(value: Tensor, where: Tensor) -> Tensor:
-    """Put values of some draws in their places among all draws; the others are NaN."""
-    whole = torch.full((len(where), *value.shape[1:]), torch.nan, device=value.device)
-    whole = whole.to(value.dtype) if value.is_floating_point() else whole  # (M, *shape)
-    whole[where] = value.to(whole.dtype)
-    return whole
+    spread = {}
+    for name, value in function({name: value[finite] for name, value in draws.items()}).items():
+        dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
+        spread[name] = value.new_full((len(finite), *value.shape[1:]), torch.nan, dtype=dtype)
+        spread[name][finite] = value.to(dtype)
+    return spread
 
 
 def _by_chunks(function: OfOneDraw, draws: Values, chunk_size: int) -> dict[str, Tensor]:

@@ -270,5 +270,4 @@ class Poisson(Likelihood):
 
 
 def _log_mean_exp(logs: Tensor) -> Tensor:
-    """Over the first dim."""
     return logs.logsumexp(0) - math.log(len(logs))

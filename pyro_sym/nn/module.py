@@ -41,11 +41,10 @@ class BayesianModule(nn.Module):
     ``y`` to draw it; ``x`` is a tensor, a tuple of positional or a dict of keyword arguments of the network.
     Guides and kernels of Pyro and of this package accept it, vectorised particles included.
 
-    The network is copied, and the copy always runs **in evaluation mode**, whatever ``train()`` says and
-    whichever mode the original is in. Dropout is off: random masks would make the log joint a random number.
-    Batch normalisation uses the running statistics that it has at construction and leaves them as they are:
-    with statistics of the batch the rows would not be independent, and a minibatch would not stand for all
-    data. Run data through a fresh network in train mode first, or use another normalisation.
+    The network is copied, and the copy always runs **in evaluation mode**, whatever ``train()`` says. Dropout
+    is off: random masks would make the log joint a random number. Batch normalisation uses the running
+    statistics that it has at construction: with those of a batch the rows would not be independent. Run data
+    through a fresh network in train mode first, or use another normalisation.
 
     Args:
         net: the network; it is copied, so later changes have no effect here.
@@ -101,18 +100,13 @@ class BayesianModule(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(likelihood, Likelihood):
-            raise TypeError(
-                f"likelihood is {likelihood!r}; pass one of pyro_sym.nn's, as Categorical(num_data=…)"
-            )
+            raise TypeError(f"likelihood is {likelihood!r}; pass one of pyro_sym.nn's, as Categorical()")
         if hidden not in ("fixed", "param"):
             raise ValueError(f"hidden is {hidden!r}; pass 'fixed' or 'param'")
         if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
             raise ValueError(f"batch_size is {batch_size!r}; pass an integer >= 1")
-        _refuse_lazy(net)
-        _refuse_batch_statistics(net)
-        self.likelihood = likelihood
-        self.hidden = hidden
-        self.batch_size = batch_size
+        _refuse_lazy_and_batch_statistics(net)
+        self.likelihood, self.hidden, self.batch_size = likelihood, hidden, batch_size
         self.net = copy.deepcopy(net).eval().requires_grad_(False)
         chosen = {name for name, _ in net.named_parameters()} if expose is None else select(net, expose)
         self._priors = _priors_of(net, prior, chosen - select(net, hide))
@@ -180,9 +174,7 @@ class BayesianModule(nn.Module):
             size = min(self.batch_size, len(x))
             return pyro.plate("data", len(x), subsample_size=size, dim=-1, device=x.device)
         if num_data is not None and len(x) > num_data:
-            raise ValueError(
-                f"x has {len(x)} rows, but num_data is {num_data}: it is the number of rows in all"
-            )
+            raise ValueError(f"x has {len(x)} rows, but num_data is {num_data}, the number of rows in all")
         # Given a subsample_size instead of row numbers, Pyro would draw a permutation of all rows.
         given = torch.arange(len(x), device=x.device)
         return pyro.plate("data", num_data or len(x), subsample=given, dim=-1, device=x.device)
@@ -200,8 +192,7 @@ class BayesianModule(nn.Module):
         if lead[-1] != 1:
             raise ValueError(
                 f"values of the sites have dims {tuple(lead)} in front of their own, and dim -1 is that of "
-                "the plate 'data'; for many draws at once use predict, or have them at dim -2, with a dim of "
-                "1 behind"
+                "the plate 'data'; for many draws use predict, or put them at dim -2 before a dim of size 1"
             )
         each = {  # (S, *event) a site
             name: value.expand(*lead, *self._priors[name].event_shape).flatten(0, len(lead) - 1)
@@ -257,7 +248,7 @@ class BayesianModule(nn.Module):
             count = len(next(iter(weights.values())))
             return torch.stack([run({name: w[s] for name, w in weights.items()}) for s in range(count)])
         try:
-            result: Tensor = vmap(run, chunk_size=chunk_size)(weights)
+            return vmap(run, chunk_size=chunk_size)(weights)
         except RuntimeError as error:
             if "atching rule" not in str(error):
                 raise
@@ -265,7 +256,6 @@ class BayesianModule(nn.Module):
                 f"torch.func.vmap can't run the network for many draws at once: {error} Pass chunk_size=1 to "
                 "predict, and use no vectorised particles"
             ) from error
-        return result
 
     @torch.no_grad()
     def predict(self, draws: Mapping[str, Tensor], x: Any, *, chunk_size: int = 64) -> Prediction:
@@ -289,14 +279,12 @@ class BayesianModule(nn.Module):
         for name, prior in self._priors.items():
             if name not in draws:
                 raise ValueError(f"draws have no site {name!r}; the model's sites are {list(self.sites)}")
-            value, shape = draws[name], prior.event_shape
-            lead = value.shape[: value.dim() - len(shape)]
-            if value.shape != lead + shape:
+            shape, own_shape = tuple(draws[name].shape), tuple(prior.event_shape)
+            if shape != shape[: len(shape) - len(own_shape)] + own_shape:
                 raise ValueError(
-                    f"draws of site {name!r} have shape {tuple(value.shape)}, which does not end in the "
-                    f"site's own, {tuple(shape)}"
+                    f"draws of site {name!r} have shape {shape}, which does not end in its own, {own_shape}"
                 )
-            values[name] = value.reshape(-1, *shape)  # (S, *shape)
+            values[name] = draws[name].reshape(-1, *own_shape)  # (S, *shape)
         counts = {name: len(value) for name, value in values.items()}
         if len(set(counts.values())) > 1:
             raise ValueError(f"sites have different numbers of draws: {counts}")
@@ -316,17 +304,17 @@ class BayesianModule(nn.Module):
         Raises:
             ValueError: if the value is outside of the prior's support.
         """
-        name = site["name"]
+        name, fn = site["name"], site["fn"]
         if name not in self._priors or name in self.likelihood.priors:
             value: Tensor = init_to_median(site)
             return value
         value = self.net.get_parameter(name).detach()
-        if not site["fn"].support.check(value).all():
+        if not fn.support.check(value).all():
             raise ValueError(
-                f"the network's own value of {name!r} is outside of its prior's support, "
-                f"{site['fn'].support}; start elsewhere, or choose a prior that has it"
+                f"the network's own value of {name!r} is outside of its prior's support, {fn.support}; start "
+                "elsewhere, or choose a prior that has it"
             )
-        return value.expand(site["fn"].shape()).clone()
+        return value.expand(fn.shape()).clone()
 
 
 def _priors_of(net: nn.Module, prior: Any, chosen: Collection[str]) -> dict[str, Any]:
@@ -341,8 +329,7 @@ def _priors_of(net: nn.Module, prior: Any, chosen: Collection[str]) -> dict[str,
     priors: dict[str, Any] = {}
     for name, parameter in net.named_parameters():
         if name in chosen:
-            module = net.get_submodule(name.rpartition(".")[0])
-            own = prior(name, parameter, module)
+            own = prior(name, parameter, net.get_submodule(name.rpartition(".")[0]))
             if own is not None:
                 priors[name] = fitted(own, name, parameter)
     if not priors:
@@ -350,18 +337,14 @@ def _priors_of(net: nn.Module, prior: Any, chosen: Collection[str]) -> dict[str,
     return priors
 
 
-def _refuse_lazy(net: nn.Module) -> None:
+def _refuse_lazy_and_batch_statistics(net: nn.Module) -> None:
     for name, parameter in net.named_parameters():
         if is_lazy(parameter):
             raise ValueError(f"parameter {name!r} has no shape yet; call the network once on some rows first")
-
-
-def _refuse_batch_statistics(net: nn.Module) -> None:
     for name, module in net.named_modules():
         if isinstance(module, _BATCH_NORMS) and module.running_mean is None:
             raise ValueError(
-                f"module {name!r}, a {type(module).__name__}, keeps no running statistics: it would use "
-                "those of each minibatch, and rows would not be independent given the parameters; pass "
-                "track_running_stats=True and run data through the network in train mode first, or use "
-                "LayerNorm or GroupNorm"
+                f"module {name!r}, a {type(module).__name__}, keeps no running statistics, and with those of "
+                "a minibatch rows would not be independent; pass track_running_stats=True and run data "
+                "through the network in train mode first, or use LayerNorm or GroupNorm"
             )

@@ -117,8 +117,6 @@ class Prediction:
 
     def _numbers(self, what: str) -> Tensor:
         if isinstance(self.law, Categorical):
-            raise ValueError(
-                f"{self.likelihood!r} has no {what}, as classes are not numbers; use probs or entropy"
-            )
+            raise ValueError(f"{self.likelihood!r} has no {what} of classes; use probs or entropy")
         values: Tensor = getattr(self.law, what)
         return values

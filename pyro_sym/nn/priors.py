@@ -20,7 +20,6 @@ from pyro_sym.unwrap import is_real
 __all__ = ["FanInPrior", "IIDPrior", "LayerwisePrior", "Prior", "fan_in", "fitted", "moved"]
 
 _INVERSE = type(ExpTransform().inv)  # the class of inverses that torch makes
-
 Prior = Callable[[str, nn.Parameter, nn.Module], Any]
 """From a parameter's name, the parameter, and the module that holds it, to a distribution whose shape is, or
 broadcasts to, the parameter's; ``None`` leaves the parameter deterministic."""
@@ -126,18 +125,14 @@ class LayerwisePrior:
 
     def __call__(self, name: str, parameter: nn.Parameter, module: nn.Module) -> Any:
         """The distribution by the first prior that fits."""
-        for selector, prior in self.priors.items():
-            if _fits(selector, name, parameter, module):
-                if isinstance(prior, Distribution):
-                    return prior
-                return None if prior is None else prior(name, parameter, module)
-        if self.default is None:
+        fitting = [prior for key, prior in self.priors.items() if _fits(key, name, parameter, module)]
+        if not fitting and self.default is None:
             raise ValueError(
                 f"no prior fits parameter {name!r} in a {type(module).__name__}; there are priors for "
                 f"{list(self.priors)}. Add one, or a default"
             )
-        default = self.default
-        return default if isinstance(default, Distribution) else default(name, parameter, module)
+        prior = fitting[0] if fitting else self.default
+        return prior if prior is None or isinstance(prior, Distribution) else prior(name, parameter, module)
 
 
 def _fits(selector: Selector, name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
@@ -161,40 +156,31 @@ def fan_in(parameter: Tensor, module: nn.Module) -> int:
 
 
 def fitted(prior: Any, name: str, parameter: Tensor) -> Any:
-    """A prior as one event of the parameter's shape, dtype and device.
-
-    Raises:
-        TypeError: if it isn't a distribution of Pyro's.
-        ValueError: if its shape doesn't broadcast to the parameter's.
-    """
+    """A prior, checked, as one event of the parameter's shape, dtype and device."""
+    what, kind = f"the prior of parameter {name!r}", type(prior)
     if not isinstance(prior, Distribution):
-        raise TypeError(
-            f"the prior of parameter {name!r} is {prior!r}; let the function of (name, parameter, module) "
-            "return a distribution, or None to leave the parameter deterministic"
-        )
+        raise TypeError(f"{what} is {prior!r}; return a distribution, or None for a deterministic parameter")
     if not isinstance(prior, TorchDistributionMixin):
-        raise TypeError(
-            f"the prior of parameter {name!r} is {prior!r} of {type(prior).__module__}; pass Pyro's, "
-            f"pyro.distributions.{type(prior).__name__}"
-        )
+        cure = f"pass Pyro's, pyro.distributions.{kind.__name__}"
+        raise TypeError(f"{what} is {prior!r} of {kind.__module__}; {cure}")
     given: Any = moved(prior, parameter)
     if given.support.is_discrete:
-        raise ValueError(f"the prior of parameter {name!r} is discrete: {prior!r}; parameters are continuous")
+        raise ValueError(f"{what} is discrete: {prior!r}; parameters are continuous")
     batch = parameter.shape[: parameter.dim() - len(given.event_shape)]
     try:
         expanded = given.expand(batch).to_event(len(batch))
     except RuntimeError:
         expanded = given
     if expanded.event_shape != parameter.shape:
-        raise ValueError(
-            f"the prior of parameter {name!r} has shape {tuple(given.shape())}, which doesn't broadcast "
-            f"to the parameter's, {tuple(parameter.shape)}"
+        shapes = (
+            f"{tuple(given.shape())}, which doesn't broadcast to the parameter's, {tuple(parameter.shape)}"
         )
+        raise ValueError(f"{what} has shape {shapes}")
     return expanded
 
 
 def moved(distribution: Any, like: Tensor) -> Any:
-    """A copy of a distribution with its tensors on the device and in the precision of ``like``.
+    """A copy of a distribution on the device and in the precision of ``like``.
 
     If the support is all reals, values are not validated, as every value is valid.
     """

@@ -20,25 +20,17 @@ def named(selector: str, name: str) -> bool:
 
 
 def select(net: nn.Module, selectors: Selector | Sequence[Selector]) -> frozenset[str]:
-    """The names of the parameters that any of the selectors selects; a tied one is selected by any name.
-
-    Raises:
-        ValueError: if a selector selects none.
-        TypeError: if it isn't a selector.
-    """
+    """The names of the parameters that any selector selects; a tied one is selected by any of its names."""
     several = selectors if isinstance(selectors, (list, tuple)) else (selectors,)
     return frozenset().union(*(_selected(net, selector) for selector in several))
 
 
 def _selected(net: nn.Module, selector: Selector) -> frozenset[str]:
     chosen = {id(parameter) for parameter in _parameters(net, selector)}
-    names = frozenset(name for name, parameter in net.named_parameters() if id(parameter) in chosen)
-    if not names:
-        raise ValueError(
-            f"{selector!r} selects no parameter of the network; its parameters are "
-            f"{[name for name, _ in net.named_parameters()]}"
-        )
-    return names
+    keys = {name: id(parameter) for name, parameter in net.named_parameters()}
+    if names := frozenset(name for name, key in keys.items() if key in chosen):
+        return names
+    raise ValueError(f"{selector!r} selects no parameter of the network; its parameters are {list(keys)}")
 
 
 def _parameters(net: nn.Module, selector: Selector) -> list[nn.Parameter]:
@@ -51,9 +43,8 @@ def _parameters(net: nn.Module, selector: Selector) -> list[nn.Parameter]:
         case nn.Module():
             return list(selector.parameters())
         case type() if issubclass(selector, nn.Module):
-            return [
-                p for module in net.modules() if isinstance(module, selector) for p in module.parameters()
-            ]
+            modules = [module for module in net.modules() if isinstance(module, selector)]
+            return [parameter for module in modules for parameter in module.parameters()]
     raise TypeError(
         f"{selector!r} selects no parameters; pass a name, a pattern such as '*.bias', a type of module, a "
         "module of the network, or one of its parameters"

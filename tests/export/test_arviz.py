@@ -1,4 +1,4 @@
-"""ArviZ of both generations reads, plots, compares and stores the result: _arviz.py and api.py."""
+"""ArviZ of both generations reads, plots, compares and stores the result: pyro_sym._arviz and export.api."""
 
 from __future__ import annotations
 

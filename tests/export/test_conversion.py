@@ -1,6 +1,7 @@
-"""Conversion of draws: api.py, options.py, read.py, attrs.py, names.py and aligned.py of the exporter.
+"""Conversion of draws.
 
-The same tests run on both generations of ArviZ.
+It covers export.api, export.options, export.read, export.attrs, export.names, export.aligned and
+pyro_sym._options. The same tests run on both generations of ArviZ.
 """
 
 from __future__ import annotations

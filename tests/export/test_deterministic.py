@@ -1,4 +1,4 @@
-"""Deterministic sites and other sites that Pyro calls observed: deterministic.py and shown_model.py."""
+"""Deterministic and other sites that Pyro calls observed: export.deterministic and export.shown_model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Export of guides: read.py, and guide_density.py with log p and log q for cross-validation."""
+"""Export of guides: export.read, and export.guide_density with log p and log q for cross-validation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Likelihoods, and what many draws together say of new rows."""
+"""Likelihoods (nn.likelihoods), and what many draws together say of new rows."""
 
 from __future__ import annotations
 

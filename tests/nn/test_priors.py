@@ -1,4 +1,4 @@
-"""Priors of a network's parameters, and which parameters are meant."""
+"""Priors of a network's parameters, and which parameters are meant (nn.selection)."""
 
 from __future__ import annotations
 
