@@ -16,10 +16,14 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_sym.errors import NoDensityError
-from pyro_sym.guides.scale_and_mask import is_one
 from pyro_sym.model.program import in_subsampled_plate, is_deterministic
 
-__all__ = ["Capture", "Captured", "Draws", "InPlates"]
+__all__ = ["Capture", "Captured", "Draws", "InPlates", "is_one"]
+
+
+def is_one(scale: Any) -> bool:
+    """Whether a scale is the number one, as that of a site without ``poutine.scale`` is."""
+    return not isinstance(scale, Tensor) and scale == 1
 
 
 @dataclass(frozen=True)

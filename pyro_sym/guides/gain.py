@@ -65,7 +65,7 @@ def reliable(again: Tensor, own: Tensor) -> Tensor:
         off = float((again - own).abs().max())
         warnings.warn(
             f"the guide's log density at {int((~good).sum())} of {len(good)} draws differs when computed "
-            f"from their values (by up to {off:.2g} nats), because values lie at the edge of their support, or "
+            f"from their values (by up to {off:.2g} nats), as values lie at the edge of their support, or "
             "a flow can't be inverted in this precision. Their gain is only known to lie between 0 and "
             "log |G|; use double precision, or a guide that is narrower or easier to invert",
             stacklevel=3,

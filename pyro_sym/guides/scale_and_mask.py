@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_sym._private import mask_of_distribution
 from pyro_sym.errors import NoDensityError
+from pyro_sym.guides.capture import Captured, is_one
 from pyro_sym.symmetry.base import Symmetry, unmoved
 from pyro_sym.unwrap import layers
 
-if TYPE_CHECKING:
-    from pyro_sym.guides.capture import Captured
-
-__all__ = ["common_scale", "is_one", "masks", "refuse_uneven_masks", "sites_apart"]
-
-
-def is_one(scale: Any) -> bool:
-    """Whether a scale is the number one, as that of a site without ``poutine.scale`` is."""
-    return not isinstance(scale, Tensor) and scale == 1
+__all__ = ["common_scale", "masks", "refuse_uneven_masks", "sites_apart"]
 
 
 def common_scale(sites: Mapping[str, Captured], moved: Collection[str]) -> Any:

@@ -20,14 +20,14 @@ from torch import Tensor
 from pyro_sym._random import fork_random_state
 from pyro_sym.errors import SymmetryError
 from pyro_sym.guides.average import OrbitAverage, Run, Trivial
-from pyro_sym.guides.capture import Capture, Draws, InPlates
+from pyro_sym.guides.capture import Capture, Draws, InPlates, is_one
 from pyro_sym.guides.checks import check_independence, check_site_normals, refuse_sites
 from pyro_sym.guides.choose import Estimator, EstimatorName, choose
 from pyro_sym.guides.density import GuideCall, log_density
 from pyro_sym.guides.gain import SymmetryGain, reliable, symmetry_gain
 from pyro_sym.guides.handwritten import factorises, pair_factors
 from pyro_sym.guides.pyro_guides import is_named, model_of, prototype_sites
-from pyro_sym.guides.scale_and_mask import common_scale, is_one, masks, refuse_uneven_masks, sites_apart
+from pyro_sym.guides.scale_and_mask import common_scale, masks, refuse_uneven_masks, sites_apart
 from pyro_sym.guides.separation import Certificate, certificate
 from pyro_sym.guides.site_normals import drawn_normals, site_normals
 from pyro_sym.guides.unit_pairs import LogRatios, pair_normals
