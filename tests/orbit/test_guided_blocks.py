@@ -1,4 +1,4 @@
-"""Elements of products, proposed block by block, with orbit.coupling: their law, and the bound's direction."""
+"""Elements of products, proposed block by block, with orbit.coupling: their law, and the bound's side."""
 
 from __future__ import annotations
 
