@@ -1,4 +1,4 @@
-"""Log orbit averages under permutations and signs, by elements drawn block by block."""
+"""Log orbit averages over permutations and signs, by elements drawn block by block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Blocks", "BlocksOfDensity", "BlocksOfNormals", "coordinates", "flipp
 
 # Permutations of more units are drawn rather than summed over.
 MAX_SUMMED = 8
-# Normals are fitted to so many draws of the guide, on every so many-th call, and widened by one of these.
+# Every REFIT_EVERY calls the proposal's normals are fitted to NUM_FITTED draws and widened by a factor.
 NUM_FITTED = 64
 REFIT_EVERY = 20
 INFLATION = (1.0, 2.0, 4.0)
@@ -40,10 +40,10 @@ Moments = Mapping[str, tuple[Tensor, Tensor]]
 
 @dataclass
 class Blocks(OrbitAverage):
-    """What both ways below share; see :mod:`pyro_sym.orbit.guided_blocks`.
+    """The common part of both classes below; see :mod:`pyro_sym.orbit.guided_blocks`.
 
     Attributes:
-        group: the symmetry's normal form, which shows sites in the shapes that the coupling speaks of.
+        group: the symmetry's normal form, which views sites in the shapes that the coupling refers to.
         coupling: which block moves what.
         transforms: from the real line to the coordinates of every moved site.
     """
@@ -86,17 +86,17 @@ class Blocks(OrbitAverage):
         return torch.cat(averages) - self._log_count(values)
 
     def _log_count(self, values: Mapping[str, Tensor]) -> float:
-        """The logarithm of the number of elements summed over; those that act alike are summed apart."""
+        """The log of the number of elements; unlike in ``log_order``, those that act alike all count."""
         viewed = self.group.view(values)
         return sum(block.log_order(viewed) for block in self.coupling.blocks)
 
 
 @dataclass
 class BlocksOfNormals(Blocks):
-    """Of ``AutoNormal``, whose coordinates are independent: uncoupled blocks are summed over exactly.
+    """For sites that are independent normals: uncoupled blocks are summed over exactly.
 
     Attributes:
-        max_size: the most units of a permutation among those.
+        max_size: the largest permutation that is summed over.
     """
 
     max_size: int = MAX_SUMMED
@@ -109,14 +109,14 @@ class BlocksOfNormals(Blocks):
         count = num_elements if len(summed) < len(self.coupling.blocks) else 1
         proposal = draw_elements(surrogate, count, with_identity=with_identity, summed=summed)
         log_weights = surrogate.log_sum(proposal.elements, summed) - proposal.log_probs
-        # The surrogate lacks what no element changes; it is the guide's own density at the draws.
+        # The surrogate at the identity is the density at the draws, without terms that no element changes.
         own = surrogate.log_sum(surrogate.identity(), frozenset()).squeeze(-1)
         return log_weights.logsumexp(-1) - own - math.log(count)
 
 
 @dataclass
 class BlocksOfDensity(Blocks):
-    """Of any guide with a density, at elements proposed from normals with its marginal moments."""
+    """For any guide with a density, at elements proposed by normals with its marginal moments."""
 
     _fitted: Moments = field(default_factory=dict)
     _calls: int = 0
@@ -129,7 +129,7 @@ class BlocksOfDensity(Blocks):
         return self._fitted
 
     def _fit(self, others: Mapping[str, Tensor]) -> Moments:
-        """Moments of some draws, the variances inflated to where their own labels are most likely guessed."""
+        """Moments of draws, with the inflation under which their own labels are most likely proposed."""
         points, sizes = self._points(others), self._sizes(others)
         moments = {site: (value.mean(0), value.std(0)) for site, value in points.items()}
         best = -math.inf
@@ -147,18 +147,18 @@ class BlocksOfDensity(Blocks):
     def _log_average(self, run: Run, surrogate: Surrogate, num_elements: int, with_identity: bool) -> Tensor:
         proposal = draw_elements(surrogate, num_elements, with_identity=with_identity)
         elements = proposal.group_elements(self.coupling, self.symmetry)
-        # The draws' own density by the same function too, so that what rounds alike cancels.
+        # The density at the draws by the same function, so that rounding errors cancel.
         density = run.density()
         images = log_prob_at_images(self.symmetry, density, run.draws.values, elements)
         at_draws = images[0] if with_identity else density(run.draws.values)
         ratios = images - at_draws
         average = (ratios.mT - proposal.log_probs).logsumexp(-1) - math.log(num_elements)
-        # Where the density of the draws comes out wrong, that of images would: as for the plain guide then.
+        # Where the density computed at the draws is wrong, so are those of images: use the plain guide's.
         return torch.where(agrees(at_draws, run.draws.own), average, self._log_count(run.draws.values))
 
 
 def coordinates(support: Any, flipped: bool) -> Transform:
-    """From the real line to a site's support, coordinate by coordinate; close enough where there is none."""
+    """A map from the real line to each coordinate of a support; approximate if there is none."""
     base = support
     while isinstance(base, constraints.independent):
         base = base.base_constraint
@@ -173,18 +173,18 @@ def coordinates(support: Any, flipped: bool) -> Transform:
 
 
 def flipped_sites(group: FlatGroup) -> set[str]:
-    """Sites whose signs a group flips."""
+    """The sites whose signs a group flips."""
     return {site for member in group.members if isinstance(member, SignFlip) for site in member.axes}
 
 
 def _finite(points: Tensor) -> Tensor:
-    """A value at the edge of its support is far away, not infinitely so."""
+    """Replace infinite points, of values at the edge of a support, by distant ones."""
     return points.nan_to_num(0.0, 1e3, -1e3)
 
 
 @contextmanager
 def _own_randomness(device: torch.device, seed: int) -> Iterator[None]:
-    """Random numbers that nobody else sees, so that what is fitted to them knows nothing of other draws."""
+    """Separate random numbers, so that what is fitted with them is independent of all other draws."""
     cuda = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         torch.default_generator.manual_seed(seed)

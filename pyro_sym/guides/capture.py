@@ -1,4 +1,4 @@
-"""Run a guide, keep what it drew and how likely that was, and hide it from the handlers outside."""
+"""Record what a guide draws and its log density, and hide its sites from handlers outside."""
 
 from __future__ import annotations
 
@@ -21,13 +21,18 @@ from pyro_sym.model.program import in_subsampled_plate, is_deterministic
 __all__ = ["Capture", "Captured", "Draws", "InPlates", "is_one"]
 
 
+def is_one(scale: Any) -> bool:
+    """Whether a scale is the number one, as that of a site without ``poutine.scale`` is."""
+    return not isinstance(scale, Tensor) and scale == 1
+
+
 @dataclass(frozen=True)
 class Captured:
     """A latent site of a guide's call.
 
     Attributes:
-        value: the value drawn; dims of plates outside of the guide (particles) stand first.
-        fn: the distribution as the guide stated it, with its own mask, before plates outside expand it.
+        value: the value drawn; dims of plates outside of the guide (particles) come first.
+        fn: the guide's distribution, with its own mask, before plates outside expand it.
         frames: the guide's own plates around the site.
         local: whether one of them is subsampled; such sites are not hidden.
         scale: the guide's own, a number or a tensor.
@@ -46,11 +51,10 @@ class Draws:
 
     Attributes:
         values: by latent site, of shape ``(P, *native)``.
-        own: the log density that the guide gave to its hidden sites, of shape ``(P,)``, in nats; what the
-            guide masks counts nothing.
+        own: the log density of the guide's hidden sites, of shape ``(P,)``, in nats, without masked entries.
         indices: the minibatch of every plate of the guide.
-        fns: what the guide drew each site from, masked as the guide masks it.
-        scaled: the same as ``own``, every term times the guide's own scale.
+        fns: the distribution of each site, with the guide's masks.
+        scaled: as ``own``, with every term times the guide's own scale.
     """
 
     values: dict[str, Tensor]
@@ -73,7 +77,7 @@ class Draws:
 
 
 class _Term(NamedTuple):
-    """The log density of a hidden site: where it was drawn, and the guide's own scale and mask."""
+    """A hidden site's distribution and value, and the guide's own scale and mask."""
 
     fn: Any
     value: Tensor
@@ -82,7 +86,7 @@ class _Term(NamedTuple):
 
 
 class _Stated(NamedTuple):
-    """A site as the guide states it, with all that its own handlers add and none outside."""
+    """A site after the guide's own handlers and before those outside."""
 
     frames: tuple[CondIndepStackFrame, ...]
     hidden: bool
@@ -104,7 +108,7 @@ class Capture(Messenger):
 
     def __init__(self, guide: Callable[..., Any], hide: bool = True) -> None:
         super().__init__()
-        # An effect-based autoguide runs the model, whose observed sites are no business of the guide's trace.
+        # An effect-based autoguide runs the model, whose observed sites don't belong into the guide's trace.
         self.runs_model = isinstance(guide, GuideMessenger)
         self.hide = hide
         self.sites: dict[str, Captured] = {}
@@ -127,7 +131,7 @@ class Capture(Messenger):
             return
         frames = tuple(msg["cond_indep_stack"])
         hidden = self.hide and not in_subsampled_plate(frames)
-        # Handlers inside of the guide have had their turn, and those outside have not.
+        # Handlers inside of the guide have run, those outside have not.
         msg["_captured"] = _Stated(frames, hidden, msg["fn"], msg["infer"], msg["scale"], msg["mask"])
         if hidden:
             msg["infer"] = {**msg["infer"], "is_auxiliary": True, "_do_not_trace": True}
@@ -165,16 +169,10 @@ class Capture(Messenger):
         )
 
     def draws(self, native_dims: Mapping[str, int]) -> Draws:
-        """What was drawn, one row a particle.
+        """The draws and their log density, one row a particle.
 
-        Args:
-            native_dims: number of dims of one draw, by latent site.
-
-        Returns:
-            The draws, with their density.
-
-        Raises:
-            NoDensityError: if a hidden site depends on a site of the guide that is summed out.
+        ``native_dims`` has the number of dims of one draw, by latent site. Raises a
+        :class:`~pyro_sym.NoDensityError` if a hidden site depends on a site of the guide that is summed out.
         """
         fns = {name: site.fn for name, site in self.sites.items()}
         for name, site in self.sites.items():
@@ -203,11 +201,11 @@ class Capture(Messenger):
         return Draws(values, own, self.indices, fns, scaled)
 
     def _by_particle(self, log_probs: list[Tensor]) -> Tensor:
-        """Terms of any shapes summed up for every particle, of shape ``(P,)``."""
+        """Sum terms of any shapes for each particle; of shape ``(P,)``."""
         count = math.prod(self.outer.values())
         if not log_probs:
             return torch.zeros(count)
-        if not self.outer:  # one draw, as in most steps of most programs: the same with less ado
+        if not self.outer:  # one draw, the usual case, in fewer operations
             return torch.stack([log_prob.sum() for log_prob in log_probs]).sum(0, keepdim=True)
         own = torch.zeros((), device=log_probs[0].device).expand(count)
         for log_prob in log_probs:
@@ -216,18 +214,14 @@ class Capture(Messenger):
         return own
 
     def refuse_uneven_weights_outside(self) -> None:
-        """Refuse scales and masks around the guide that tell its own entries apart.
-
-        Raises:
-            NoDensityError: if there is one. The guide's density comes as one number a particle.
-        """
+        """Refuse scales and masks around the guide that differ between entries of its sites."""
         for shape, name in self.outer_weights.items():
             sizes = dict(zip(range(-len(shape), 0), shape, strict=True))
             if any(size > 1 and dim not in self.outer for dim, size in sizes.items()):
                 raise NoDensityError(
-                    f"a scale or mask of shape {shape} around the symmetrised guide tells entries of its "
-                    f"sites (here {name!r}) apart, but their average is one number; put the handler into the "
-                    "base guide, or use one number"
+                    f"a scale or mask of shape {shape} around the symmetrised guide differs between entries "
+                    f"of its sites (here {name!r}), but their average is one number; put the handler into "
+                    "the base guide, or use one number"
                 )
 
     @property
@@ -259,8 +253,3 @@ def _first_value(value: Tensor, dim: int, fn: Any) -> Tensor:
     while first.dim() > len(fn.shape()):
         first = first[0]
     return first
-
-
-def is_one(scale: Any) -> bool:
-    """Whether a scale is the number one, as that of a site without ``poutine.scale`` is."""
-    return not isinstance(scale, Tensor) and scale == 1

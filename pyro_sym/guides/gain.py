@@ -1,4 +1,4 @@
-"""What symmetrising is worth, from both bounds of the log orbit average at some draws."""
+"""What symmetrising gains, from both bounds of the log orbit average at draws of the guide."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyro_sym.orbit.bracket import Bracket
 
 __all__ = ["SymmetryGain", "reliable", "symmetry_gain"]
 
-# Bounds of a gain that are farther apart than this, in nats, are said to be.
+# The repr of a gain says so if its bounds are farther apart than this, in nats.
 WIDE = 0.1
 
 
@@ -59,44 +59,25 @@ class SymmetryGain(NamedTuple):
 
 
 def reliable(again: Tensor, own: Tensor) -> Tensor:
-    """Which draws have the same density when it is computed again.
-
-    Args:
-        again: the log density computed from the draws' values.
-        own: the log density that the guide gave to them.
-
-    Returns:
-        A tensor of booleans of their shape.
-
-    Warns:
-        UserWarning: if some have not.
-    """
+    """Which draws have the same log density when it is computed from their values; warns if some have not."""
     good = agrees(again, own)
     if not good.all():
         off = float((again - own).abs().max())
         warnings.warn(
-            f"the guide's log density at {int((~good).sum())} of {len(good)} draws is another when it is "
-            f"computed again from their values (by up to {off:.2g} nats), because values lie at the edge of "
-            "their support, or a flow can't be inverted in this precision. All that is known of their gain "
-            "is that it lies between 0 and log |G|; use double precision, or a guide that is narrower or "
-            "easier to invert",
+            f"the guide's log density at {int((~good).sum())} of {len(good)} draws differs when computed "
+            f"from their values (by up to {off:.2g} nats), as values lie at the edge of their support, or "
+            "a flow can't be inverted in this precision. Their gain is only known to lie between 0 and "
+            "log |G|; use double precision, or a guide that is narrower or easier to invert",
             stacklevel=3,
         )
     return good
 
 
 def symmetry_gain(found: Bracket | None, good: Tensor, method: str, log_order: float) -> SymmetryGain:
-    """The gain from bounds of the log orbit average, relative to the guide's own density.
+    """The mean gain over all draws, from bounds of the log orbit average relative to the guide's density.
 
-    Args:
-        found: the bounds at good draws, in their order; ``None`` without any.
-        good: which draws these are. Of others no more is known than that the gain is between 0 and
-            ``log_order``.
-        method: the name of the estimator.
-        log_order: the logarithm of the order of the group.
-
-    Returns:
-        The means over all draws.
+    ``found`` has the bounds at the draws that are ``good``, ``None`` if there are none. For other draws the
+    bounds of the gain are 0 and ``log_order``.
     """
     lower = torch.zeros(good.shape, dtype=torch.double, device=good.device)
     upper = torch.full_like(lower, log_order)

@@ -1,4 +1,4 @@
-"""Guides written by hand whose density factorises over units: the matrix from their distributions."""
+"""The matrix that pairs slots with units, for guides written by hand, from their distributions."""
 
 from __future__ import annotations
 
@@ -20,17 +20,13 @@ from pyro_sym.unwrap import is_real, without_event_dims
 
 __all__ = ["PairFactors", "factorises", "pair_factors"]
 
-# Images of each draw at which the density is compared.
+# The density is compared at this many images of each draw.
 NUM_IMAGES = 4
 
 
 @dataclass(frozen=True)
 class PairFactors:
-    """Pairs slots and units by what the guide drew its sites from.
-
-    Attributes:
-        units: where the units of the moved sites lie.
-    """
+    """The matrix that pairs slots with units, by the distributions that the guide drew from."""
 
     units: UnitAxes
 
@@ -39,7 +35,7 @@ class PairFactors:
         return log_ratios(self.pairs(draws), self.pairs(draws, sign=-1) if self.units.signed else None)
 
     def pairs(self, draws: Draws, sign: int = 1) -> Tensor:
-        """The log density of every unit in every slot but for a constant, of shape (P, n, n)."""
+        """The log density of every unit in every slot up to a constant, of shape (P, n, n)."""
         total: Any = 0.0
         for site, axis in self.units.axes.items():
             shape = self.units.view.shapes.get(site, ())
@@ -55,16 +51,11 @@ def pair_factors(symmetry: Symmetry, draws: Draws) -> PairFactors | None:
     Sites whose units lie along a batch axis of their distributions are independent from unit to unit; on the
     axis of a simplex itself, :math:`\operatorname{Dirichlet}(\alpha)` pairs slot :math:`i` with unit
     :math:`j` by :math:`(\alpha_i - 1) \log \omega_j`, up to what no permutation changes. The rest is as for
-    :func:`~pyro_sym.guides.unit_pairs.pair_normals`. That the distributions do not depend on other sites
-    is not seen here: :func:`factorises` compares.
+    :func:`~pyro_sym.guides.unit_pairs.pair_normals`. Whether the distributions depend on other sites is not
+    known here; :func:`factorises` compares densities.
 
-    Args:
-        symmetry: the group: one permutation, with or without a sign a unit.
-        draws: draws of the guide, with the distributions.
-
-    Returns:
-        ``None``, or a function of draws that returns :math:`L`, of shape ``(P, n, n)``, in nats; gradients
-        flow to values and parameters.
+    Returns ``None`` for other guides or groups, or a function of draws that returns :math:`L`, of shape
+    ``(P, n, n)``, in nats; gradients flow to values and parameters.
     """
     units = signed_axes(symmetry)
     if units is None:
@@ -81,15 +72,10 @@ def pair_factors(symmetry: Symmetry, draws: Draws) -> PairFactors | None:
 
 @torch.no_grad()
 def factorises(pairs: PairFactors, draws: Draws, density: LogProb) -> bool:
-    """Whether the matrix tells the density at images of draws, those of one call with the fns of another.
+    """Whether the matrix predicts the guide's log density at images of several independent draws.
 
-    Args:
-        pairs: from :func:`pair_factors`.
-        draws: several independent draws.
-        density: the log density of the guide.
-
-    Returns:
-        Whether they agree at random relabellings and, with signs, at the draws with all signs flipped.
+    The images are random relabellings and, with signs, the draws with all signs flipped. The matrix is
+    computed by the distributions of one call for draws of others, so that it fails if they depend on draws.
     """
     units = pairs.units
     permutation = units.view.on(Permutation({**units.axes}))
@@ -107,7 +93,7 @@ def factorises(pairs: PairFactors, draws: Draws, density: LogProb) -> bool:
 
 
 def _agree(told: Tensor, actual: Tensor, own: Tensor) -> bool:
-    """Up to the square root of the rounding errors."""
+    """Whether two log densities agree up to the square root of the rounding errors."""
     precision = torch.finfo(own.dtype).eps ** 0.5
     return torch.allclose(told, actual, rtol=precision, atol=precision * float(1 + own.abs().max()))
 
@@ -117,7 +103,7 @@ def _trace(pairs: Tensor) -> Tensor:
 
 
 def _pairs(base: Any, axis: int, shape: Sequence[tuple[int, ...]], value: Tensor) -> Tensor:
-    """Log density of unit j in slot i of one site, values of shape (P, *native), the axis in ``shape``."""
+    """Log density of unit j in slot i of one site, (P, n, n), for values of shape (P, *native)."""
     event = len(base.event_shape)
     if -axis <= event and not shape:  # on the simplex
         terms = torch.xlogy((base.concentration - 1).unsqueeze(-1), value.unsqueeze(-2))
@@ -133,6 +119,6 @@ def _pairs(base: Any, axis: int, shape: Sequence[tuple[int, ...]], value: Tensor
 
 
 def _factored(tensor: Tensor, shape: Sequence[tuple[int, ...]]) -> Tensor:
-    """The last dims in factors."""
+    """Split the last dims into factors."""
     sizes = (size for factors in shape for size in factors)
     return tensor.reshape(*tensor.shape[: tensor.dim() - len(shape)], *sizes)

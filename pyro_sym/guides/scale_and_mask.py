@@ -1,4 +1,4 @@
-"""Scales and masks that a guide puts on its own sites, and what an orbit average can make of them."""
+"""Scales and masks that a guide puts on its own sites, and which of them can be averaged."""
 
 from __future__ import annotations
 
@@ -18,20 +18,9 @@ __all__ = ["common_scale", "masks", "refuse_uneven_masks", "sites_apart"]
 
 
 def common_scale(sites: Mapping[str, Captured], moved: Collection[str]) -> Any:
-    r"""The scale :math:`s` of the sites that a group moves, by which their average counts.
+    r"""The scale :math:`s` of the moved sites, a number or a tensor of one; several scales are refused.
 
-    A scale makes :math:`s \log q(\omega)` of a guide's term. Averaged over the group it becomes
-    :math:`s \log q^G(\omega)`, if the moved sites have one scale.
-
-    Args:
-        sites: what the guide drew.
-        moved: names of the sites that the group moves.
-
-    Returns:
-        A number, or a tensor of one number.
-
-    Raises:
-        NoDensityError: if they have several scales.
+    Their term :math:`s \log q(\omega)` becomes :math:`s \log q^G(\omega)`, if they have one scale.
     """
     scales = {name: sites[name].scale for name in moved}
     if all(map(is_one, scales.values())):
@@ -43,8 +32,8 @@ def common_scale(sites: Mapping[str, Captured], moved: Collection[str]) -> Any:
         return found.flatten()[0] if isinstance(found, Tensor) else found
     shown = ", ".join(f"{name!r} has {_shown(scale)}" for name, scale in flat.items())
     raise NoDensityError(
-        f"the guide scales the sites that the symmetry moves differently ({shown}), so that no scale is that "
-        "of their average; put one poutine.scale around all of them"
+        f"the guide scales the sites that the symmetry moves differently ({shown}), so their average has no "
+        "scale; put one poutine.scale around all of them"
     )
 
 
@@ -60,15 +49,7 @@ def sites_apart(sites: Mapping[str, Captured], scale: Any) -> frozenset[str]:
 
 
 def masks(sites: Mapping[str, Captured], moved: Collection[str]) -> dict[str, Tensor]:
-    """The masks that tell entries of moved sites apart, by site, of the shapes of the values.
-
-    Args:
-        sites: what the guide drew.
-        moved: names of the sites that the group moves.
-
-    Returns:
-        Tensors of booleans; sites without such a mask are left out.
-    """
+    """The masks of moved sites that have one, boolean tensors of the shapes of their values."""
     found = {name: _mask(sites[name]) for name in moved}
     return {name: mask for name, mask in found.items() if mask is not None}
 
@@ -76,19 +57,10 @@ def masks(sites: Mapping[str, Captured], moved: Collection[str]) -> dict[str, Te
 def refuse_uneven_masks(
     symmetry: Symmetry, found: Mapping[str, Tensor], sites: Mapping[str, Captured]
 ) -> None:
-    r"""Refuse masks that a group does not leave as they are.
+    r"""Refuse masks, from :func:`masks`, of which some element moves a masked entry to an unmasked one.
 
-    What is masked counts nothing. If the group takes what is masked to what is masked, then the average of
-    the density of the rest is its density averaged over the group; otherwise the images of a draw would be
-    judged by other parts of it.
-
-    Args:
-        symmetry: the group.
-        found: the masks, from :func:`masks`.
-        sites: what the guide drew.
-
-    Raises:
-        NoDensityError: if some element moves a masked entry to one that is not.
+    Masked entries are left out of the density. If the group maps masked entries to masked ones, the density
+    of the others can be averaged; if not, the images of a draw would be compared by different entries.
     """
     if not found:
         return
@@ -108,7 +80,7 @@ def refuse_uneven_masks(
 
 
 def _mask(site: Captured) -> Tensor | None:
-    """The mask of a site, of the shape of its value; None without one that tells entries apart."""
+    """The mask of a site, of the shape of its value; None without a mask tensor."""
     found: Tensor | None = None
     for layer in layers(site.fn):
         mask = mask_of_distribution(layer)

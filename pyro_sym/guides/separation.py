@@ -1,4 +1,4 @@
-"""Where a mean-field guide's units lie far apart, its orbit average is known without computing it."""
+"""The orbit average of a mean-field guide whose units lie far apart, without computing it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ __all__ = ["Certificate", "certificate"]
 
 Normals = Mapping[str, Sequence[Any]]
 
-# Distances are taken to be this much shorter than computed, which is more than their rounding errors.
+# Distances are reduced by this relative amount, which exceeds their rounding errors.
 ROUNDING = 1e-3
 MAX_PAUSE = 64
 
 
 @dataclass(frozen=True)
 class _Anchor:
-    """Where the guide was when distances were last computed.
+    """The parameters at which distances were last computed.
 
     Attributes:
         locs: by site.
         scales: the largest scale of all units, coordinate by coordinate, by site.
         nearest: the smallest distance of two units, in these scales.
-        num_pairs: of how many ordered pairs it is the smallest.
+        num_pairs: the number of ordered pairs.
     """
 
     locs: Mapping[str, Tensor]
@@ -47,11 +47,11 @@ class _Anchor:
 
 
 class Certificate:
-    r"""A bound on what is lost by taking :math:`q / |G|` for a mean-field guide's average :math:`q^G`.
+    r"""A bound on the error of :math:`q / |G|` as the orbit average :math:`q^G` of a mean-field guide.
 
     With :math:`\log(1 + x) \le \sqrt x` and :math:`\sqrt{x + y} \le \sqrt x + \sqrt y`, the mean over draws
-    :math:`\omega \sim q` is bounded by Bhattacharyya coefficients, which no map of single coordinates
-    changes, so that they may be taken on the unconstrained line:
+    :math:`\omega \sim q` is bounded by Bhattacharyya coefficients. Maps of single coordinates don't change
+    them, so they can be computed on the unconstrained line:
 
     .. math::
 
@@ -61,9 +61,8 @@ class Certificate:
 
     The last step expands a permanent: with one permutation, :math:`\mathrm{BC}(q, q \circ g)` is a product
     over units, and :math:`\sum_g \prod_i b_{i g(i)} \le \prod_i \sum_j b_{ij}`, where :math:`b_{ii} = 1`. A
-    site may be left out of the products, as a coefficient is at most 1; simplices are, and sites moved along
-    two axes. A sign on each unit adds the pairs :math:`(q_i, q_j \circ -)`, those with :math:`i = j`
-    included.
+    site may be left out of the products, as a coefficient is at most 1: simplices and sites moved along two
+    axes are. A sign on each unit adds the pairs :math:`(q_i, q_j \circ -)`, including :math:`i = j`.
 
     For normals with means :math:`m_i`, and scales of which none exceeds :math:`\rho S_c` in coordinate
     :math:`c`,
@@ -74,10 +73,9 @@ class Certificate:
         \lVert m \rVert_S^2 = \sum_c m_c^2 / S_c^2.
 
     The distances are computed once, with :math:`\rho = 1`. While no mean has moved by more than
-    :math:`\delta` since, no distance has shrunk by more than :math:`2 \delta`: that is checked at every step,
-    at the cost of reading the parameters, whatever moved them. When it does not suffice any more, the
-    distances are computed anew; where that does not help either, it is not tried again for a number of steps
-    that doubles up to 64.
+    :math:`\delta` since, no distance has shrunk by more than :math:`2 \delta`. This is checked at every step
+    from the parameters. When it no longer suffices, the distances are recomputed; if the bound is still too
+    large, the next attempt waits for a number of steps that doubles up to 64.
 
     Args:
         axes: the sites that the bound looks at, and the axis of each along which its units lie.
@@ -95,27 +93,23 @@ class Certificate:
 
     @torch.no_grad()
     def bound(self, normals: Normals) -> float | None:
-        r"""The bound :math:`e^B - 1`, if it is within the tolerance.
+        r"""The bound :math:`e^B - 1` in nats, or ``None`` if it exceeds the tolerance.
 
-        Args:
-            normals: location and scale of the guide's sites on the unconstrained line, by site.
-
-        Returns:
-            The bound in nats, or ``None`` if the orbit average has to be computed.
+        ``normals`` has means and scales of the guide's sites on the unconstrained line, by site.
         """
-        if torch.jit.is_tracing():  # a trace would keep today's answer for ever
+        if torch.jit.is_tracing():  # a trace would keep this answer in all later calls
             return None
         if self.view is not None:
             normals = viewed_normals(self.view, normals, self.axes)
         if self._anchor is not None and self._anchor.fits(normals):
-            bound = self._moved(self._anchor, normals)
+            bound = self._bound_from(self._anchor, normals)
             if bound <= self.tolerance:
                 return bound
         if self._wait > 0:
             self._wait -= 1
             return None
-        self._anchor = self._look(normals)
-        bound = self._moved(self._anchor, normals)
+        self._anchor = self._anchor_at(normals)
+        bound = self._bound_from(self._anchor, normals)
         if bound <= self.tolerance:
             self._pause = 0
             return bound
@@ -123,7 +117,7 @@ class Certificate:
         self._pause = self._wait = min(2 * self._pause + 1, MAX_PAUSE)
         return None
 
-    def _look(self, normals: Normals) -> _Anchor:
+    def _anchor_at(self, normals: Normals) -> _Anchor:
         locs, scales, points = {}, {}, []
         for name, axis in self.axes.items():
             loc, scale = normals[name][:2]
@@ -137,8 +131,8 @@ class Certificate:
         nearest = float(distances.min()) if len(distances) else math.inf
         return _Anchor(locs, scales, nearest, n * (n - 1) + (n * n if self.signed else 0))
 
-    def _moved(self, anchor: _Anchor, normals: Normals) -> float:
-        """The bound from the anchor's distances, which is NaN where a parameter is."""
+    def _bound_from(self, anchor: _Anchor, normals: Normals) -> float:
+        """The bound from the anchor's distances; NaN if a parameter is."""
         moves, stretches = [], []
         for name, axis in self.axes.items():
             loc, scale = normals[name][:2]
@@ -153,16 +147,7 @@ class Certificate:
 
 
 def certificate(guide: Callable[..., Any], symmetry: Symmetry, tolerance: float | None) -> Certificate | None:
-    """The certificate for a guide that has been run once, where its density is of the kind that has one.
-
-    Args:
-        guide: a Pyro guide; ``AutoNormal`` has one.
-        symmetry: the group: one permutation, with or without a sign a unit.
-        tolerance: the largest bound that is good enough, in nats.
-
-    Returns:
-        A certificate, or ``None``.
-    """
+    """The certificate of a guide that has been run once; ``None`` without independent normal units."""
     units = separable_sites(guide, symmetry)
     if units is None or not tolerance:
         return None

@@ -15,9 +15,9 @@ the capacity for :math:`\gamma = 0`, the Bethe permanent for :math:`-1`, and bet
     \min\bigl(\log Z_{-1} + \tfrac n2 \log 2,\; \log Z_{-1/2},\; \log Z_0\bigr), \qquad
     \log Z_0 + \log \tfrac{n!}{n^n} \le \log \operatorname{perm} A.
 
-No bound here waits for convergence. A lower half is :math:`F` at one :math:`P`, which is at most the maximum;
-it needs only :math:`P` to be doubly stochastic, so the solver's is rounded to be so. An upper half is the
-Lagrangian dual in the column sums at the solver's scales :math:`v`,
+All bounds hold before the solver has converged. A lower bound is :math:`F` at any doubly stochastic
+:math:`P`, to which the solver's is rounded. An upper bound is the Lagrangian dual in the column sums at the
+solver's scales :math:`v`,
 
 .. math::
 
@@ -27,13 +27,14 @@ Lagrangian dual in the column sums at the solver's scales :math:`v`,
 where :math:`h_\gamma(p)`, the terms of one row without :math:`L`, is concave on the simplex :math:`\Delta`,
 and the tangent at any :math:`p` bounds its row's maximum.
 
-All functions take batches, work in log space, and give the gradient of the envelope theorem,
-:math:`\partial / \partial L_{ij} = P_{ij}`; nothing is differentiated through the solver.
+All functions take :math:`L` of shape ``(*batch, n, n)`` and the largest number of sweeps of the solver (fewer
+loosen the bound), and return the bound in nats, of shape ``batch``. Gradients are those of the envelope
+theorem, :math:`\partial / \partial L_{ij} = P_{ij}`; nothing is differentiated through the solver.
 
 References:
     Chertkov and Yedidia 2013, JMLR 14, for the family; Gurvits 2011, arXiv 1106.2844, for the Bethe lower
-    half; Anari and Rezaei 2018, arXiv 1811.02933, for the upper halves; Vontobel 2013, arXiv 1107.4196, for
-    concavity; the capacity's lower half is van der Waerden's conjecture, proved by Egorychev and Falikman.
+    bound; Anari and Rezaei 2018, arXiv 1811.02933, for the upper bounds; Vontobel 2013, arXiv 1107.4196, for
+    concavity; the capacity's lower bound is van der Waerden's conjecture, proved by Egorychev and Falikman.
 """
 
 from __future__ import annotations
@@ -51,42 +52,17 @@ FAR = 1e5  # nats; a probability this close to one is one
 
 
 def capacity_lower(log_matrix: Tensor, *, sweeps: int = SWEEPS) -> Tensor:
-    r"""A lower bound of the log permanent: :math:`F_0(P) + \log(n! / n^n)`, van der Waerden's.
-
-    Args:
-        log_matrix: :math:`L`, of shape ``(*batch, n, n)``.
-        sweeps: the most sweeps of the solver; fewer loosen the bound.
-
-    Returns:
-        The bound, of shape ``batch``, in nats.
-
-    Example:
-        >>> ones = torch.zeros(4, 4)  # the case of equality
-        >>> round(capacity_lower(ones).exp().item(), 4)
-        24.0
-    """
+    r"""A lower bound of the log permanent, van der Waerden's: :math:`F_0(P) + \log(n! / n^n)`."""
     n = log_matrix.shape[-1]
     return _primal(log_matrix, 0.0, sweeps) + math.lgamma(n + 1) - n * math.log(n)
 
 
 def capacity_upper(log_matrix: Tensor, *, sweeps: int = SWEEPS) -> Tensor:
-    r"""An upper bound of the log permanent: the capacity.
+    r"""An upper bound of the log permanent, the capacity; exact for well separated units.
 
     .. math::
 
         \log Z_0 = \min_v \sum_i \log \sum_j e^{L_{ij} + v_j} - \sum_j v_j
-
-    Args:
-        log_matrix: :math:`L`, of shape ``(*batch, n, n)``.
-        sweeps: the most sweeps of the solver; fewer loosen the bound.
-
-    Returns:
-        The bound, of shape ``batch``, in nats.
-
-    Example:
-        >>> separated = torch.full((3, 3), -1e3).fill_diagonal_(0.0)  # the case of equality
-        >>> capacity_upper(separated)
-        tensor(0.)
     """
     return _dual(log_matrix, 0.0, sweeps)
 
@@ -94,59 +70,23 @@ def capacity_upper(log_matrix: Tensor, *, sweeps: int = SWEEPS) -> Tensor:
 def bethe_lower(log_matrix: Tensor, *, sweeps: int = SWEEPS) -> Tensor:
     r"""A lower bound of the log permanent: :math:`F_{-1}(P)`, the Bethe permanent once converged.
 
-    Args:
-        log_matrix: :math:`L`, of shape ``(*batch, n, n)``.
-        sweeps: the most sweeps of the solver; fewer loosen the bound.
-
-    Returns:
-        The bound, of shape ``batch``, in nats; minus infinity if no permutation is seen to have weight.
-
-    Example:
-        >>> ones = torch.zeros(2, 2, dtype=torch.double)  # for n = 2 it is the larger product of the two
-        >>> bool(bethe_lower(ones).abs() < 1e-9)
-        True
+    It is minus infinity if a row or column has no weight.
     """
     return _primal(log_matrix, -1.0, sweeps)
 
 
 def bethe_upper(log_matrix: Tensor, *, sweeps: int = SWEEPS) -> Tensor:
-    r"""An upper bound of the log permanent: the Bethe permanent's and :math:`\tfrac n2 \log 2`.
-
-    Args:
-        log_matrix: :math:`L`, of shape ``(*batch, n, n)``.
-        sweeps: the most sweeps of the solver; fewer loosen the bound.
-
-    Returns:
-        The bound, of shape ``batch``, in nats.
-
-    Example:
-        >>> ones = torch.zeros(2, 2, dtype=torch.double)  # the case of equality
-        >>> round(bethe_upper(ones).exp().item(), 4)
-        2.0
-    """
+    r"""An upper bound of the log permanent: the Bethe permanent's bound plus :math:`\tfrac n2 \log 2`."""
     return _dual(log_matrix, -1.0, sweeps) + 0.5 * log_matrix.shape[-1] * math.log(2.0)
 
 
 def fractional_upper(log_matrix: Tensor, *, sweeps: int = SWEEPS) -> Tensor:
-    r"""An upper bound of the log permanent: :math:`\log Z_{-1/2}`, exact for blocks of two like units.
-
-    Args:
-        log_matrix: :math:`L`, of shape ``(*batch, n, n)``.
-        sweeps: the most sweeps of the solver; fewer loosen the bound.
-
-    Returns:
-        The bound, of shape ``batch``, in nats.
-
-    Example:
-        >>> matrix = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.double)  # exact for n = 2
-        >>> round(fractional_upper(matrix.log()).exp().item(), 6)
-        10.0
-    """
+    r"""An upper bound of the log permanent: :math:`\log Z_{-1/2}`, exact for blocks of two equal units."""
     return _dual(log_matrix, -0.5, sweeps)
 
 
 def _primal(log_matrix: Tensor, gamma: float, sweeps: int) -> Tensor:
-    """F at a doubly stochastic matrix near the maximum."""
+    """F at a doubly stochastic matrix near its maximum, of shape ``batch``."""
     with torch.no_grad():
         exact = log_matrix.detach().double()
         log_p, _ = _solve(exact, gamma, sweeps)
@@ -159,7 +99,7 @@ def _primal(log_matrix: Tensor, gamma: float, sweeps: int) -> Tensor:
 
 
 def _dual(log_matrix: Tensor, gamma: float, sweeps: int) -> Tensor:
-    """The Lagrangian dual, by the tangents at the solver's rows."""
+    """The Lagrangian dual, from tangents at the solver's rows, of shape ``batch``."""
     with torch.no_grad():
         log_p, value = _solve(log_matrix.detach().double(), gamma, sweeps)
     return _with_gradient(value, log_p.exp(), log_matrix)
@@ -174,9 +114,9 @@ def _with_gradient(value: Tensor, p: Tensor, log_matrix: Tensor) -> Tensor:
 
 
 def _solve(log_matrix: Tensor, gamma: float, sweeps: int) -> tuple[Tensor, Tensor]:
-    r"""Concave-convex Sinkhorn: P is the scaling of :math:`A (1 - P)^\gamma`, whose factor lags a sweep.
+    r"""Concave-convex Sinkhorn: P scales :math:`A (1 - P)^\gamma`, with the second factor of the last sweep.
 
-    Returns log P, whose rows sum to one, and the least dual value on the way. With column scales v and
+    Returns log P, whose rows sum to one, and the smallest dual value of all sweeps. With column scales v and
     :math:`\log p_{ij} = L_{ij} + \gamma \ell_{ij} + v_j - \lambda_i`, the tangents at :math:`p` give
 
     .. math::
@@ -184,12 +124,12 @@ def _solve(log_matrix: Tensor, gamma: float, sweeps: int) -> tuple[Tensor, Tenso
         \sum_i \Bigl[ \lambda_i - \gamma \sum_j \log(1 - p_{ij})
         + \max_j \gamma \bigl( \log(1 - p_{ij}) - \ell_{ij} \bigr) \Bigr] - \sum_j v_j .
     """
-    lagging = torch.zeros_like(log_matrix)  # log(1 - P) of the sweep before
+    lagging = torch.zeros_like(log_matrix)  # log(1 - P) of the last sweep, (*batch, n, n)
     columns = log_matrix.new_zeros(*log_matrix.shape[:-2], 1, log_matrix.shape[-1])
     best = log_matrix.new_full(log_matrix.shape[:-2], torch.inf)
     for _ in range(sweeps):
         weights = log_matrix + gamma * lagging
-        rows = (weights + columns).logsumexp(-1, keepdim=True)
+        rows = (weights + columns).logsumexp(-1, keepdim=True)  # (*batch, n, 1)
         log_p = weights + columns - rows
         rest = _log_rest(log_p) if gamma else lagging
         slack = gamma * (rest - lagging)
@@ -204,14 +144,14 @@ def _solve(log_matrix: Tensor, gamma: float, sweeps: int) -> tuple[Tensor, Tenso
 
 
 def _log_rest(log_p: Tensor) -> Tensor:
-    """log(1 - p) of rows that sum to one, exact too where p is almost one: there it sums the others."""
+    """log(1 - p) of rows that sum to one, for the largest p as the sum of the others: nothing cancels."""
     top = log_p.argmax(-1, keepdim=True)
     others = log_p.scatter(-1, top, -torch.inf).logsumexp(-1, keepdim=True).clamp_min(-FAR)
     return torch.log1p(-log_p.exp().clamp(max=0.75)).scatter(-1, top, others)
 
 
 def _doubly_stochastic(p: Tensor) -> Tensor:
-    """A doubly stochastic matrix near p: scale down what sums to more than one, then add the rest."""
+    """A doubly stochastic matrix near p: scale down sums above one, then add what is missing."""
     p = p / p.sum(-1, keepdim=True).clamp_min(1.0)
     p = p / p.sum(-2, keepdim=True).clamp_min(1.0)
     rows = (1 - p.sum(-1, keepdim=True)).clamp_min(0.0)

@@ -1,4 +1,4 @@
-r"""The log orbit average of a unit-factorised density between two bounds, by whichever are best."""
+"""Lower and upper bounds of the log orbit average of a density that factorises over units."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyro_sym.orbit.guided_permutations import importance_bracket
 
 __all__ = ["Bracket", "bracket"]
 
-# Sampled halves that are closer than this, in nats, are not worth the time of deterministic ones.
+# Deterministic bounds are only computed if the sampled ones are farther apart than this, in nats.
 CLOSE = 3.0
 
 
@@ -22,10 +22,10 @@ class Bracket(NamedTuple):
     r"""Bounds of :math:`\log \operatorname{perm}(e^L) - \log n!`, in nats.
 
     Attributes:
-        lower: in expectation at most the value, of shape ``(P,)``.
-        upper: in expectation over the draws at least the value, of shape ``(P,)``.
-        lower_by: ``"importance"`` or ``"deterministic"``, whichever had the larger mean.
-        upper_by: the same of the smaller mean.
+        lower: a lower bound in expectation, of shape ``(P,)``.
+        upper: an upper bound in expectation over the draws, of shape ``(P,)``.
+        lower_by: ``"importance"`` or ``"deterministic"``, whichever has the larger mean.
+        upper_by: the same, whichever has the smaller mean.
     """
 
     lower: Tensor
@@ -35,7 +35,7 @@ class Bracket(NamedTuple):
 
     @property
     def note(self) -> str:
-        """Which halves of the gain, whose lower one is from the average's upper one, are deterministic."""
+        """Which bounds of the gain are deterministic; its lower one comes from the average's upper one."""
         halves = {"lower": self.upper_by, "upper": self.lower_by}
         named = " and ".join(half for half, by in halves.items() if by == "deterministic")
         return f" (deterministic {named} half)" if named else ""
@@ -45,25 +45,14 @@ class Bracket(NamedTuple):
 def bracket(pairs: Iterable[Tensor], num_elements: int) -> Bracket:
     r"""Bound the log orbit average from both sides.
 
-    The sampled halves are :func:`~pyro_sym.orbit.guided_permutations.importance_bracket`. Where those of
-    the first chunk leave more than three nats between them, the deterministic ones of
-    :mod:`pyro_sym.orbit.bounds` are
-    computed too, the best for each matrix. Sampled halves are bounds in expectation only, so that one and the
-    other are compared by their means, never draw by draw: the larger of a bound in expectation and another
-    bound is none.
+    The sampled bounds are :func:`~pyro_sym.orbit.guided_permutations.importance_bracket`, with
+    ``num_elements`` permutations each. If those of the first chunk are more than three nats apart, the best
+    bounds of :mod:`pyro_sym.orbit.bounds` for each matrix are computed too. Sampled bounds hold in
+    expectation only, so the two kinds are compared by their means: the larger of both, draw by draw, would be
+    no lower bound.
 
-    Args:
-        pairs: :math:`L` in chunks of shape ``(p, n, n)``, the draws' own assignment on the diagonal; one
-            chunk is held at a time.
-        num_elements: :math:`K` permutations for either half.
-
-    Returns:
-        A :class:`Bracket` of all draws.
-
-    Example:
-        >>> result = bracket([torch.zeros(2, 5, 5)], 8)
-        >>> result.lower.shape, result.upper_by
-        (torch.Size([2]), 'importance')
+    ``pairs`` yields :math:`L` in chunks of shape ``(p, n, n)``, with the draws' own assignment on the
+    diagonal; one chunk is held at a time.
     """
     sampled: list[tuple[Tensor, Tensor]] = []
     fixed: list[tuple[Tensor, Tensor]] = []
@@ -80,7 +69,7 @@ def bracket(pairs: Iterable[Tensor], num_elements: int) -> Bracket:
 
 
 def _deterministic(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """The best lower and the best upper half of every matrix."""
+    """The best lower and upper bound of each matrix."""
     n = pairs.shape[-1]
     lower = torch.maximum(bethe_lower(pairs), capacity_lower(pairs))
     upper = torch.minimum(fractional_upper(pairs), torch.minimum(bethe_upper(pairs), capacity_upper(pairs)))

@@ -1,4 +1,4 @@
-"""Which parts of a group move which axes of which sites, and so which parts must be chosen together."""
+"""Which parts of a group move which axes of which sites, and so depend on one another."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Block", "Coupling", "Factor"]
 
 @dataclass(frozen=True)
 class Block:
-    """A permutation with the sign flips that ride on it, or one sign flip of its own.
+    """A permutation with the sign flips of its units, or one sign flip alone.
 
     Attributes:
         permutation: index of the permutation among the members, ``None`` for signs alone.
         flips: indices of the sign flips.
-        first: a site and one of its axes, for the size.
+        first: a site and one of its axes, whose length is the size of the block.
     """
 
     permutation: int | None
@@ -76,14 +76,7 @@ class Coupling:
 
     @classmethod
     def of(cls, symmetry: Symmetry) -> Coupling | None:
-        """The table of a group.
-
-        Args:
-            symmetry: the group.
-
-        Returns:
-            ``None`` if it is not made of permutations and sign flips.
-        """
+        """The table of a group; ``None`` if it is not made of permutations and sign flips."""
         group = flatten(symmetry)
         if group is None:
             return None
@@ -120,14 +113,9 @@ class Coupling:
         return any(factor.blocks.count(block) > 1 for factor in self.factors)
 
     def uncoupled(self, values: Values, max_size: int) -> frozenset[int]:
-        """Blocks that are independent given the others: none coupled to another of them or to itself.
+        """Blocks that are independent given the others: none is coupled to another of them or to itself.
 
-        Args:
-            values: values by site; only shapes are looked at.
-            max_size: the most units of a permutation among them.
-
-        Returns:
-            Their indices, chosen greedily by log order.
+        Indices are chosen greedily by log order; permutations of more than ``max_size`` units are left out.
         """
         chosen: set[int] = set()
         by_order = sorted(range(len(self.blocks)), key=lambda b: -self.blocks[b].log_order(values))

@@ -1,16 +1,16 @@
 r"""The log orbit average by enumeration of the group.
 
-Notation of this package's orbit room: :math:`q` is a density on values, :math:`G` a finite group acting on
-them without changing volume, and
+Notation of this room: :math:`q` is a density on values, :math:`G` a finite group that acts on them and
+preserves volume, and
 
 .. math::
 
     q^G(\omega) = \frac{1}{|G|} \sum_{g \in G} q(g \cdot \omega)
 
 the density of :math:`g \cdot \omega` for :math:`\omega \sim q` and :math:`g` uniform on :math:`G`. (The sum
-over :math:`g` equals the sum over :math:`g^{-1}`.) ``own`` is :math:`\log q(\omega)` as the guide itself
-reported it, which is more exact than a round trip through constrained space; ratios to it are taken of
-densities that have made the same round trip, so that its errors cancel.
+over :math:`g` equals the sum over :math:`g^{-1}`.) ``own`` is :math:`\log q(\omega)` as the guide reported
+it, which is more exact than the density computed from constrained values. Ratios are taken between densities
+that are both computed from constrained values, so that errors cancel.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ LogProb = Callable[[dict[str, Tensor]], Tensor]
 """Values of shape ``(*batch, *native)`` to their log density, of shape ``batch``."""
 
 Reliable = Callable[[Tensor], Tensor]
+"""The log density computed at the draws to booleans; where false, ``own`` is returned."""
 
 CHUNK_NUMEL = 2**22
 
@@ -42,19 +43,17 @@ def enumerated(
 ) -> Tensor:
     r"""The log orbit average :math:`\log q^G(\omega)`, exactly.
 
-    The images are evaluated in chunks of bounded memory; where there are several, the backward pass
-    recomputes them.
+    Images are evaluated in chunks of bounded memory; if there are several, the backward pass recomputes them.
 
     Args:
         symmetry: the group; its elements are listed.
         log_prob: the log density of the guide.
         values: draws :math:`\omega` by site, each of shape ``(P, *native)``.
         own: :math:`\log q(\omega)`, of shape ``(P,)``.
-        reliable: from the log density computed at the draws to booleans; where one is false, nothing is known
-            of images, and ``own`` stands, as for the plain guide.
+        reliable: where densities at images can be trusted.
 
     Returns:
-        :math:`\log q^G(\omega)`, of shape ``(P,)``, in nats.
+        A tensor of shape ``(P,)``, in nats.
     """
     elements = symmetry.elements(values)
     order = length(elements)
@@ -75,16 +74,9 @@ def enumerated(
 def log_prob_at_images(
     symmetry: Symmetry, log_prob: LogProb, values: Mapping[str, Tensor], elements: Element
 ) -> Tensor:
-    r"""The log density at images, :math:`\log q(g_m \cdot \omega_p)`.
+    r"""The log density at images, :math:`\log q(g_m \cdot \omega_p)`, of shape ``(M, P)``.
 
-    Args:
-        symmetry: the group.
-        log_prob: the log density of the guide.
-        values: draws by site, each of shape ``(P, *native)``.
-        elements: elements of batch shape ``(M, P)`` or ``(M, 1)``.
-
-    Returns:
-        A tensor of shape ``(M, P)``.
+    ``elements`` have batch shape ``(M, P)`` or ``(M, 1)``, and ``values`` shape ``(P, *native)``.
     """
     return log_prob(symmetry.act(elements, {site: value.unsqueeze(0) for site, value in values.items()}))
 
@@ -92,7 +84,7 @@ def log_prob_at_images(
 def _summed_chunk(
     symmetry: Symmetry, log_prob: LogProb, values: Mapping[str, Tensor], elements: Element
 ) -> Tensor:
-    """One row of log sum exp over a chunk, recomputed in the backward pass rather than kept."""
+    """The log sum exp over a chunk, of shape (1, P), recomputed in the backward pass."""
     from torch.utils.checkpoint import checkpoint  # with old torch its import adds a warnings filter
 
     sites = list(values)

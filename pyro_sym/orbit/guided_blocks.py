@@ -9,9 +9,9 @@ Everything here works with a surrogate that factorises over coordinates,
 
 with an index and a sign for every axis that a block moves (:class:`~pyro_sym.orbit.coupling.Coupling`). With
 :math:`P_{ij} = [\pi(i) = j]` and :math:`D_{ij} = s_i P_{ij}` that is, but for a constant, linear in each
-block's :math:`P` and :math:`D`. So averages over *beliefs*, independent from block to block, have the same
+block's :math:`P` and :math:`D`. So its average over *beliefs*, independent from block to block, has the same
 formula: a belief is a doubly stochastic :math:`P` with the mean signs :math:`D`, and an element is a belief
-without doubt.
+that is certain.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ __all__ = ["Belief", "Proposal", "Surrogate", "draw_elements"]
 # Rounds of beliefs, and Sinkhorn sweeps in each.
 ROUNDS = 3
 SWEEPS = 4
-# Of the choices in a block coupled to itself, made without looking: that bounds the weights in small groups.
+# Share of uniform draws in a block that is coupled to itself: it bounds the weights in small groups.
 DEFENCE = 0.1
-# Above this many entries, slots' precisions are taken for alike where beliefs are blurred.
+# Above this many entries, uncertain beliefs use one precision for all slots.
 MAX_ENTRIES = 2**22
 TINY = 1e-280
 
 
 class Belief(NamedTuple):
-    """Who sits in the slots of a block, and with what sign; of shape ``(P, K or 1, n, n)``.
+    """Which units are in the slots of a block, and with what signs; of shape ``(P, K or 1, n, n)``.
 
     Attributes:
         place: the probability that slot i holds unit j.
-        signed: by flip of the block, the mean of its sign where it does.
+        signed: for each flip of the block, that probability times the mean of the sign.
         certain: whether this is an element.
     """
 
@@ -57,7 +57,7 @@ class Belief(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """Log density of unit j in slot i: ``even`` plus the sum of the signs times ``odd``, a flip each."""
+    """Log density of unit j in slot i: ``even`` plus, for each flip, its sign times its ``odd``."""
 
     even: Tensor
     odd: tuple[Tensor, ...]
@@ -73,7 +73,7 @@ class _Pairs(NamedTuple):
 
 @dataclass(frozen=True)
 class _Term:
-    """A site between blocks: x of shape (P, 1, *moved, r), means and variances of shape (*moved, r)."""
+    """A site that blocks move: x of shape (P, 1, *moved, r), mean and precision of shape (*moved, r)."""
 
     blocks: tuple[int, ...]
     flips: tuple[int | None, ...]
@@ -82,7 +82,7 @@ class _Term:
     precision: Tensor
 
     def image(self, beliefs: Sequence[Belief], keep: Iterable[int] = ()) -> tuple[Tensor, Tensor]:
-        """Means of x and x^2 at the images, the dims in ``keep`` left as they are."""
+        """Means of x and x^2 at the images, with the dims in ``keep`` not moved."""
         x, x2 = self.x, self.x.square()
         for dim in set(range(len(self.blocks))) - set(keep):
             belief, flip = beliefs[self.blocks[dim]], self.flips[dim]
@@ -111,7 +111,7 @@ class Surrogate:
         self.coupling = coupling
         self.sizes = sizes
         self.coupled: list[_Term] = []
-        self.alone = []  # what each block's units say by themselves
+        self.alone = []  # log densities of each block's units that no other block enters
         first = next(iter(points.values()))
         self.num_draws, self.device = len(first), first.device
         for block, n in zip(coupling.blocks, sizes, strict=True):
@@ -136,7 +136,7 @@ class Surrogate:
             self.alone[block] = self._plus(self.alone[block], term, 0, ())
             return
         if len(set(term.blocks)) == 1 and len({f for f in term.flips if f is not None}) < 2:
-            # Two axes of one block: a unit's term with itself needs no belief about the others.
+            # Two axes of one block: the diagonal terms need no beliefs about other units.
             flips = [f for f in term.flips if f is not None]
             odd = flips[0] if len(flips) % 2 else None
             m = len(term.blocks)
@@ -147,7 +147,7 @@ class Surrogate:
 
     @staticmethod
     def _plus(pairs: _Pairs, term: _Term, dim: int, beliefs: Sequence[Belief]) -> _Pairs:
-        """Add what a site says about the pairing on one of its dims, given beliefs about the others."""
+        """Add a site's log densities of pairs along one of its dims, given beliefs about the others."""
         x, x2 = term.image(beliefs, keep=(dim,))
         certain = all(beliefs[b].certain for d, b in enumerate(term.blocks) if d != dim)
         even, linear = _log_normals(term, x, x2, dim, certain)
@@ -157,7 +157,7 @@ class Surrogate:
         return _Pairs(even, tuple(o + linear if f == flip else o for f, o in enumerate(pairs.odd)))
 
     def pairs(self, block: int, beliefs: Sequence[Belief], *, with_itself: bool = True) -> _Pairs:
-        """Log densities of units in slots of a block, the mean over beliefs about all else."""
+        """Log densities of units in slots of a block, averaged over beliefs about the other blocks."""
         pairs = self.alone[block]
         for term in self.coupled:
             if with_itself or term.blocks.count(block) == 1:
@@ -170,8 +170,8 @@ class Surrogate:
         r"""The log density at images, summed over some blocks.
 
         Args:
-            elements: a block each.
-            summed: uncoupled blocks, to be summed over exactly; their elements are not looked at.
+            elements: one a block.
+            summed: uncoupled blocks to sum over exactly; their elements are ignored.
 
         Returns:
             The logarithm, of shape ``(P, K)``.
@@ -203,7 +203,7 @@ class Surrogate:
         ]
 
     def beliefs(self, rounds: int = ROUNDS) -> list[Belief]:
-        """Mean-field beliefs: each block's given the others', in turns, from no knowledge at all."""
+        """Mean-field beliefs: each block's given the others', in turn, from uniform ones."""
         beliefs = []
         for block, one in zip(self.coupling.blocks, self.identity(), strict=True):
             n = one.place.shape[-1]
@@ -219,10 +219,10 @@ class Surrogate:
 
 
 class Proposal(NamedTuple):
-    r"""Elements, and how likely they were to be proposed.
+    r"""Elements, and the log probabilities with which they were proposed.
 
     Attributes:
-        elements: by block, of shape ``(P, K, n, n)``; for blocks that were summed over, beliefs.
+        elements: by block, of shape ``(P, K, n, n)``; beliefs for blocks that are summed over.
         log_probs: :math:`\log \tau(g_k \\mid \\omega)`, of shape ``(P, K)``.
     """
 
@@ -246,17 +246,17 @@ def draw_elements(
 ) -> Proposal:
     r"""Draw elements block by block, each given those already drawn and beliefs about the rest.
 
-    What is not yet drawn enters by mean and spread of a belief: its variance is added to the slot's,
-    so that a site between two layers says little about one of them before much is known about the other.
-    Within a block the units are paired with slots as :func:`~pyro_sym.orbit.guided_permutations.importance`
-    does,
-    by the matrix of log densities with the signs folded in; then each sign is drawn given the unit. A block
-    that
-    moves two axes of one site is filled slot by slot, the slots filled so far being known.
+    Blocks that are not yet drawn enter by the mean and variance of a belief; the variance is added to the
+    slot's, so that a site between two layers has little weight for one of them while the other is uncertain.
+    Within a block the units are paired with slots as in
+    :func:`~pyro_sym.orbit.guided_permutations.importance`, by the matrix of log densities summed over signs;
+    then each sign is drawn given the unit. A block that moves two axes of one site is filled slot by slot,
+    given the slots filled so far.
 
-    **Why a bound with the identity keeps its direction.** All that is computed here are sums, products and
-    Sinkhorn scalings over unit indices, and choices by their values; slots and blocks are taken in an order
-    that no unit's index or sign enters. So relabelling the units by :math:`h` relabels the proposed elements,
+    **Why a bound with the identity keeps its direction.** Everything here is computed by sums, products and
+    Sinkhorn scalings over unit indices, and by choices that depend on the results; the order of slots and
+    blocks depends on no unit's index or sign. So relabelling the units by :math:`h` relabels the proposed
+    elements,
 
     .. math::
 
@@ -266,11 +266,11 @@ def draw_elements(
     :math:`\omega = g_0 \cdot \omega_*`. Given the orbit, :math:`g_0` has the posterior
     :math:`p(g_0) \propto q(g_0 \cdot \omega_*)`, and by the identity above :math:`g_k g_0`, with :math:`g_k
     \sim \tau(\cdot \mid \omega)`, has the law :math:`\tau(\cdot \mid \omega_*)`, whatever :math:`g_0` was.
-    So the identity among the :math:`g_k` stands for a draw of the posterior beside independent proposals, as
-    IWHVI asks for. If some blocks are summed over, the same holds for the cosets of their subgroup :math:`H`:
-    :math:`q(H g \cdot \omega) = \sum_{h \in H} q(h g \cdot \omega)`, the remaining blocks name the coset, and
-    beliefs about the summed blocks do not depend on the representative. It takes no more than equivariance,
-    so the surrogate may be any at all, as long as it is not fitted to :math:`\omega`.
+    So the identity among the :math:`g_k` has the law of a draw from the posterior beside independent
+    proposals, as IWHVI requires. If some blocks are summed over, the same holds for the cosets of their
+    subgroup :math:`H`: :math:`q(H g \cdot \omega) = \sum_{h \in H} q(h g \cdot \omega)`, the remaining blocks
+    name the coset, and beliefs about the summed blocks do not depend on the representative. Only equivariance
+    is needed, so any surrogate will do that is not fitted to :math:`\omega`.
 
     Args:
         surrogate: the normals that guide the choice.
@@ -298,7 +298,7 @@ def draw_elements(
 def _at_once(
     surrogate: Surrogate, block: int, beliefs: list[Belief], identity: Tensor
 ) -> tuple[Belief, Tensor]:
-    """A block whose units do not interact: a permutation, then its signs."""
+    """Draw a block whose units do not interact: a permutation, then its signs."""
     pairs, (draws, count) = surrogate.pairs(block, beliefs), identity.shape
     folded, n = pairs.folded, surrogate.sizes[block]
     if surrogate.coupling.blocks[block].permutation is None:
@@ -321,7 +321,7 @@ def _at_once(
 def _by_slots(
     surrogate: Surrogate, block: int, beliefs: list[Belief], identity: Tensor
 ) -> tuple[Belief, Tensor]:
-    """A block coupled to itself: slot by slot, the filled slots known and beliefs about the others."""
+    """Draw a block coupled to itself: slot by slot, given the filled slots and beliefs about others."""
     (draws, count), n = identity.shape, surrogate.sizes[block]
     permuted = surrogate.coupling.blocks[block].permutation is not None
     prior = surrogate.pairs(block, beliefs)
@@ -360,7 +360,7 @@ def _by_slots(
         hit = one_hot(unit, n).double()
         free, empty = free - hit, empty * (1 - one_hot(slot, n))
         if permuted:
-            # What is left to the empty slots, from what was believed about them.
+            # Renormalise the beliefs about empty slots over the units that are left.
             left = torch.where(empty.unsqueeze(-1) > 0, place * free.unsqueeze(-2), place)
             scale = left.sum(-1, keepdim=True).clamp_min(TINY)
             signed = [s * (left > 0) / scale for s in signed]
@@ -381,7 +381,7 @@ def _by_slots(
 def _plus_row(
     row: _Pairs, term: _Term, x: Tensor, x2: Tensor, block: int, slot: Tensor, current: Belief
 ) -> _Pairs:
-    """Add what a block says about one of its slots, given the others; of shape (P, K, n)."""
+    """Add the log densities of units in one slot, given the block's other slots; of shape (P, K, n)."""
     even, odd = row.even, list(row.odd)
     dims = [d for d, b in enumerate(term.blocks) if b == block]
     for dim in dims:
@@ -404,7 +404,7 @@ def _plus_row(
 
 
 def _draw_signs(odd: Tensor, identity: Tensor, n: int, blind: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Signs that add sign times ``odd`` to a log density, and the log probabilities of what was drawn."""
+    """Draw signs whose log density is sign times ``odd``; the signs, and their log probabilities."""
     positive = (1 - UNIFORM / n) * torch.sigmoid(2 * odd) + 0.5 * UNIFORM / n
     chance = positive if blind is None else torch.where(blind, 0.5, positive)
     plus = (torch.rand_like(positive) < chance) | identity
@@ -412,7 +412,7 @@ def _draw_signs(odd: Tensor, identity: Tensor, n: int, blind: Tensor | None = No
 
 
 def _moved_first(tensor: Tensor, factor: Factor, batch: int = 0) -> Tensor:
-    """Moved axes in front, after ``batch`` dims, and all else flat behind them."""
+    """Moved axes in front, all others flat behind them: of shape ``(*batch, *moved, r)``."""
     m = len(factor.axes)
     moved = tensor.movedim(factor.axes, tuple(range(batch, batch + m)))
     return moved.flatten(batch + m) if moved.dim() > batch + m else moved.unsqueeze(-1)
@@ -432,7 +432,7 @@ def _log_normals(term: _Term, x: Tensor, x2: Tensor, dim: int, certain: bool) ->
         return -0.5 * precision @ x2.mT, (mean * precision) @ x.mT
     if x[..., 0].numel() * mean.numel() <= MAX_ENTRIES:
         return _blurred(mean.unsqueeze(1), precision.unsqueeze(1), x.unsqueeze(2), x2.unsqueeze(2))
-    # Matrix products again, if the slots' precisions are taken for alike.
+    # With one precision for all slots, these are matrix products again.
     common = precision.mean(0)
     common = common / (1 + common * (x2 - x.square()).clamp_min(0))
     of_unit = (common.clamp_min(TINY).log() - common * x.square()).sum(-1).unsqueeze(-2)
@@ -440,7 +440,7 @@ def _log_normals(term: _Term, x: Tensor, x2: Tensor, dim: int, certain: bool) ->
 
 
 def _blurred(mean: Tensor, precision: Tensor, x: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
-    """Even and odd log density of a value of which two moments are believed: variances add up."""
+    """Even and odd log density of a value with uncertain beliefs, whose variance adds to the slot's."""
     precision = precision / (1 + precision * (x2 - x.square()).clamp_min(0))
     even = precision.clamp_min(TINY).log() - precision * (mean.square() + x.square())
     return 0.5 * even.sum(-1), (precision * mean * x).sum(-1)

@@ -1,4 +1,4 @@
-r"""The log orbit average of a unit-factorised density, by permutations proposed slot by slot with look-ahead.
+r"""The log orbit average of a density that factorises over units, by permutations proposed slot by slot.
 
 :math:`L_{ij} = \log q_i(\omega_j)` pairs slot :math:`i` with unit :math:`j` of a draw, which itself is the
 identity assignment, and :math:`\log q^G(\omega) = \log \operatorname{perm}(e^L) - \log n!` up to what the
@@ -17,18 +17,18 @@ __all__ = ["importance", "importance_bracket", "importance_unbiased", "propose",
 
 Rest = Callable[[Tensor], Tensor]
 
-# Mixed into the choices of one permutation, all together: it bounds the weights, at a cost of as many nats.
+# The share of uniform choices in one permutation: it bounds the weights, and costs as many nats.
 UNIFORM = 0.01
 # Sweeps of the scaling, for up to 16 units and for more.
 FEW_SWEEPS, SWEEPS = 10, 30
-# Less than this is not told apart in the scaled matrix that proposes, so that its scales stay finite.
+# Smallest entry of the scaled matrix, so that its scales stay finite.
 FLOOR = 1e-30
-# How often what is left is scaled anew in training.
+# How often the remaining rows and columns are rescaled in training.
 RESCALINGS = 8
 
 
 def importance(log_matrix: Tensor, num_elements: int, rest: Rest | None = None) -> Tensor:
-    r"""Guided permutations beside the identity, for which the ELBO stays a lower bound.
+    r"""The average over the identity and guided permutations, with which the ELBO stays a lower bound.
 
     With :math:`\omega \sim q`, :math:`g_0 = e` and :math:`g_1, \dots, g_{K-1} \sim \tau(\cdot \mid \omega)`,
 
@@ -37,30 +37,29 @@ def importance(log_matrix: Tensor, num_elements: int, rest: Rest | None = None) 
         \mathbb E\left[ -\log \frac1K \sum_{k<K}
             \frac{\prod_i q_i(\omega_{g_k(i)})}{n!\, \tau(g_k \mid \omega)} \right] \le H(q^G).
 
-    The bound holds for any proposal that does not know which relabelling of the orbit it was given:
-    :math:`\tau(g \mid h \cdot \omega) = \tau(gh \mid \omega)`. Then the pair of orbit and generating element
-    is as if the element had been drawn from the posterior over the orbit, and the average with it among the
-    others is the IWHVI bound. A proposal that looked at the index of a unit would break it. A uniform
-    :math:`\tau` gives InfoNCE.
+    The bound holds for any equivariant proposal, :math:`\tau(g \mid h \cdot \omega) = \tau(gh \mid \omega)`:
+    then the identity has the law of a draw from the posterior over the orbit, and the average is the IWHVI
+    bound (proof in :func:`~pyro_sym.orbit.guided_blocks.draw_elements`). A proposal that uses the index of a
+    unit would break it. A uniform :math:`\tau` gives InfoNCE.
 
     Here :math:`\tau` fills the slots one by one, the most confident first, with unit :math:`j` in proportion
     to :math:`B_{ij} / (1 - B_{ij})`, where :math:`B` is a scaling of :math:`e^L` towards sums of one; the
-    order is by :math:`\max_j B_{ij}`, which no relabelling of units changes. Choices are followed by one more
-    sweep of the scaling over the slots and units that are left: a unit that only one of these slots can take
-    is kept for it. Without that, the last slots are left with units that they can't explain, and the weights
-    spread over hundreds of nats; with it after every choice, they spread over a few at 512 units. Here it
-    comes eight times, evenly spread, so that the cost is about :math:`8 K n^2` multiplications a draw; in
-    :func:`importance_bracket` after every choice, :math:`K n^3` of them.
+    order is by :math:`\max_j B_{ij}`, which no relabelling of units changes. After some choices the slots and
+    units that are left are rescaled by one more sweep, so that a unit that only one of these slots can take
+    is kept for it. Without rescaling, the last slots get units that they can't explain, and the weights
+    spread over hundreds of nats; rescaled after every choice, they spread over a few at 512 units. Here it
+    happens eight times, evenly spaced, at about :math:`8 K n^2` multiplications a draw; in
+    :func:`importance_bracket` after every choice, at :math:`K n^3`.
 
-    The proposal is not differentiated: the gradient is that of the weighted average at fixed proposals and
-    tends to the exact one as :math:`K` grows.
+    The proposal is not differentiated: the gradient is that of the weighted average at fixed permutations,
+    and tends to the exact one as :math:`K` grows.
 
     Args:
         log_matrix: :math:`L`, of shape ``(P, n, n)``.
         num_elements: :math:`K`, the identity included.
-        rest: a factor of the density that is no product over units, and plays no part in the proposals: from
-            assignments of shape ``(P, K, n)`` to its logarithm, of shape ``(P, K)``. With one, what is
-            returned is relative to its value at the identity.
+        rest: the log of a factor of the density that is no product over units and not used in proposals: of
+            assignments of shape ``(P, K, n)``, returns shape ``(P, K)``. The result is then relative to its
+            value at the identity.
 
     Returns:
         The logarithm of the average, of shape ``(P,)``, in nats: in expectation over :math:`\omega` and the
@@ -79,39 +78,20 @@ def importance(log_matrix: Tensor, num_elements: int, rest: Rest | None = None) 
 
 
 def importance_unbiased(log_matrix: Tensor, num_elements: int, rest: Rest | None = None) -> Tensor:
-    r"""The logarithm of an unbiased estimate of the orbit average: the proposals without the identity.
+    r"""The logarithm of an unbiased estimate of the orbit average: :math:`K` proposals without the identity.
 
     By Jensen's inequality its expectation is at most :math:`\log \operatorname{perm}(e^L) - \log n!`. It
-    bounds the gain from above and would overstate an ELBO: it is for diagnostics only.
-
-    Args:
-        log_matrix: :math:`L`, of shape ``(P, n, n)``.
-        num_elements: :math:`K`.
-        rest: as for :func:`importance`.
-
-    Returns:
-        The logarithm of the estimate, of shape ``(P,)``, in nats.
+    bounds the gain from above, for diagnostics; in an ELBO it would be no bound. Arguments and result are
+    those of :func:`importance`.
     """
     return _log_mean(_log_weights(log_matrix, num_elements + 1, rest=rest)[:, 1:])
 
 
 def importance_bracket(log_matrix: Tensor, num_elements: int) -> tuple[Tensor, Tensor]:
-    r"""Both halves at the price of one, looking ahead at every choice.
+    r""":func:`importance_unbiased` and :func:`importance` on shared proposals, rescaled after every choice.
 
-    :func:`importance_unbiased` and :func:`importance` on shared proposals.
-
-    Args:
-        log_matrix: :math:`L`, of shape ``(P, n, n)``.
-        num_elements: :math:`K`, of either half.
-
-    Returns:
-        In expectation at most, and in expectation over :math:`\omega` too at least,
-        :math:`\log \operatorname{perm}(e^L) - \log n!`; each of shape ``(P,)``, in nats.
-
-    Example:
-        >>> lower, upper = importance_bracket(torch.zeros(1, 5, 5), 8)
-        >>> torch.allclose(lower, torch.zeros(1)) and torch.allclose(upper, torch.zeros(1))
-        True
+    Each has :math:`K` elements and shape ``(P,)``; in expectation the first is at most, and over
+    :math:`\omega` too the second at least, :math:`\log \operatorname{perm}(e^L) - \log n!`, in nats.
     """
     n = log_matrix.shape[-1]
     weights = _log_weights(log_matrix, num_elements + 1, rescalings=n)
@@ -119,14 +99,10 @@ def importance_bracket(log_matrix: Tensor, num_elements: int) -> tuple[Tensor, T
 
 
 def sinkhorn(log_matrix: Tensor, sweeps: int | None = None) -> Tensor:
-    r"""Scale rows and columns of :math:`e^L` towards sums of one.
+    r"""Scale rows and columns of :math:`e^L` towards sums of one; returns :math:`\log B`, of its shape.
 
-    Args:
-        log_matrix: :math:`L`, of shape ``(*batch, n, n)``.
-        sweeps: how often rows and then columns are scaled; by default 10 times up to 16 units, and 30 above.
-
-    Returns:
-        :math:`\log B`, of the same shape; columns sum to one.
+    By default rows and then columns are scaled 10 times up to 16 units, and 30 times above. Columns of
+    :math:`B` sum to one.
     """
     if sweeps is None:
         sweeps = FEW_SWEEPS if log_matrix.shape[-1] <= 16 else SWEEPS
@@ -155,17 +131,12 @@ def propose(
     Args:
         log_matrix: :math:`L`, of shape ``(B, n, n)``; no gradient flows.
         num_elements: :math:`K`.
-        identity: of shape ``(B, K)``; where it is true, the identity stands instead of a draw.
-        rescalings: how often what is left is scaled anew.
+        identity: booleans of shape ``(B, K)``; where true, the identity is returned instead of a draw.
+        rescalings: how often the remaining slots and units are rescaled.
 
     Returns:
         The unit of every slot, of shape ``(B, K, n)``, and the log probabilities :math:`\log \tau`, of shape
         ``(B, K)``, in double precision.
-
-    Example:
-        >>> assignments, log_proposals = propose(torch.zeros(1, 3, 3), 4)
-        >>> assignments.shape, log_proposals.shape
-        (torch.Size([1, 4, 3]), torch.Size([1, 4]))
     """
     with torch.no_grad():
         n = log_matrix.shape[-1]
@@ -183,10 +154,10 @@ def propose(
 def _choose(
     rows: Tensor, num_elements: int, given: tuple[Tensor, Tensor] | None, stride: int
 ) -> tuple[Tensor, Tensor]:
-    """The units of slots in their order, and the share that their odds had of those left: both (n, B, K).
+    """The units of slots in their order, and the share of their odds among the units left: both (n, B, K).
 
-    ``rows`` has the scaled matrix, a row a slot. The inner loop keeps to few operations, for what each costs
-    by itself is most of the time with few units.
+    ``rows``, of shape (B, n, n), is the scaled matrix, one row a slot. The inner loop uses few operations, as
+    with few units the overhead of each is most of the time.
     """
     batch, n, _ = rows.shape
     free = rows.new_ones(batch, num_elements, n)
@@ -195,7 +166,7 @@ def _choose(
     total = cumulative[..., -1:]
     uniforms = rows.new_empty(n, batch, num_elements, 1).uniform_(1e-12, 1 - 1e-12)
     levels, units = torch.empty_like(uniforms), torch.empty_like(uniforms, dtype=torch.long)
-    # One choice in n / UNIFORM is uniform among the units left: so rare that it isn't in every step's way.
+    # One choice in n / UNIFORM is uniform among the units left; most steps have none and skip the work.
     astray = torch.rand_like(uniforms) < UNIFORM / n
     any_astray = astray.flatten(1).any(-1).tolist()
     shares = []
@@ -244,7 +215,7 @@ def _log_weights(
     rescalings: int = RESCALINGS,
     rest: Rest | None = None,
 ) -> Tensor:
-    """Of shape (P, K): what the identity and each proposed permutation say the orbit average is."""
+    """The log weights of the identity and of proposed permutations, of shape (P, K)."""
     draws, n, _ = log_matrix.shape
     identity = torch.zeros(draws, num_elements, dtype=torch.bool, device=log_matrix.device)
     identity[:, 0] = True

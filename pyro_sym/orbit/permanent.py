@@ -20,7 +20,7 @@ __all__ = ["MAX_SIZE", "log_permanent"]
 
 MAX_SIZE = 14
 FEW = 5  # up to here it is faster to list the permutations
-# The programme of so many steps is done at once; a batch that takes more is done in parts.
+# Larger batches are split into chunks of this many steps of the dynamic programme.
 CHUNK_STEPS = 2**23
 
 Method = Literal[
@@ -47,9 +47,8 @@ def log_permanent(log_matrix: Tensor, *, max_size: int = MAX_SIZE, method: Metho
 
     takes :math:`n 2^{n-1}` steps; up to five units, the permutations are listed. As all steps add positive
     numbers, no digits are lost. The derivative in :math:`L_{ij}` is the probability that slot :math:`i` holds
-    unit :math:`j`. Large batches are done in
-    parts, which the backward pass recomputes: memory stays at some hundred MiB. The other methods take
-    :math:`n^2` steps a sweep (:mod:`pyro_sym.orbit.bounds`).
+    unit :math:`j`. Large batches are split into chunks, which the backward pass recomputes: memory stays at
+    some hundred MiB. The other methods take :math:`n^2` steps a sweep (:mod:`pyro_sym.orbit.bounds`).
 
     Args:
         log_matrix: :math:`L`, of shape ``(*batch, n, n)``; entries of minus infinity are zeros of :math:`A`.
@@ -80,15 +79,15 @@ def log_permanent(log_matrix: Tensor, *, max_size: int = MAX_SIZE, method: Metho
             f"the exact permanent of {n} units takes {n} * 2**{n - 1} steps; pass max_size={n}, or use the "
             "importance estimator, or a method that bounds it"
         )
-    parts = log_matrix.reshape(-1, n, n).split(max(1, CHUNK_STEPS // (n * 2**n)))
-    if len(parts) == 1:
+    chunks = log_matrix.reshape(-1, n, n).split(max(1, CHUNK_STEPS // (n * 2**n)))
+    if len(chunks) == 1:
         return _by_subsets(log_matrix)
-    values = [_recomputed(part) if part.requires_grad else _by_subsets(part) for part in parts]
+    values = [_recomputed(chunk) if chunk.requires_grad else _by_subsets(chunk) for chunk in chunks]
     return torch.cat(values).reshape(log_matrix.shape[:-2])
 
 
 def _recomputed(log_matrix: Tensor) -> Tensor:
-    """The dynamic programme, its layers recomputed in the backward pass rather than kept."""
+    """The dynamic programme, recomputed in the backward pass."""
     from torch.utils.checkpoint import checkpoint  # with old torch its import adds a warnings filter
 
     return checkpoint(_by_subsets, log_matrix, use_reentrant=False, preserve_rng_state=False)
@@ -97,13 +96,13 @@ def _recomputed(log_matrix: Tensor) -> Tensor:
 def _by_subsets(log_matrix: Tensor) -> Tensor:
     """The dynamic programme, or the list of all permutations where they are few."""
     n = log_matrix.shape[-1]
-    # A finite stand-in for log 0, so that no gradient is infinity minus infinity.
+    # Finite instead of log 0, so that no gradient is infinity minus infinity.
     floor = torch.finfo(log_matrix.dtype).min / (4 * n + 4)
     safe = log_matrix.clamp(min=floor)
     if n <= FEW:
         result = safe.flatten(-2)[..., _permutations(n).to(safe.device)].sum(-1).logsumexp(-1)
     else:
-        layer = log_matrix.new_zeros(*log_matrix.shape[:-2], 1)
+        layer = log_matrix.new_zeros(*log_matrix.shape[:-2], 1)  # (*batch, subsets of k columns)
         for row, (columns, without) in zip(safe.unbind(-2), _layers(n), strict=True):
             terms = _take(row, columns.to(safe.device)) + _take(layer, without.to(safe.device))
             layer = terms.logsumexp(-1)

@@ -22,7 +22,7 @@ def uniform(
     num_elements: int,
     reliable: Reliable | None = None,
 ) -> Tensor:
-    r"""Uniform elements beside the identity: the InfoNCE form, for which the ELBO stays a lower bound.
+    r"""The average over the identity and uniform elements (InfoNCE), with which the ELBO stays a lower bound.
 
     With :math:`\omega \sim q` and :math:`g_1, \dots, g_{K-1}` uniform on :math:`G`,
 
@@ -33,17 +33,8 @@ def uniform(
 
     with equality as :math:`K \to \infty`. The gain that it can report is at most :math:`\log K` nats.
 
-    Args:
-        symmetry: the group.
-        log_prob: the log density of the guide.
-        values: draws :math:`\omega \sim q` by site, each of shape ``(P, *native)``.
-        own: :math:`\log q(\omega)`, of shape ``(P,)``.
-        num_elements: :math:`K`, the identity included.
-        reliable: as for :func:`~pyro_sym.orbit.enumeration.enumerated`.
-
-    Returns:
-        The logarithm of the average, of shape ``(P,)``: in expectation over :math:`\omega` and the elements,
-        at least :math:`\log q^G(\omega)`.
+    Arguments are those of :func:`~pyro_sym.orbit.enumeration.enumerated`, and :math:`K` = ``num_elements``,
+    the identity included. Returns the logarithm of the average, of shape ``(P,)``.
 
     References:
         Gelberg et al. 2024, arXiv 2408.05496, theorem 4.3.
@@ -58,7 +49,7 @@ def uniform(
 def uniform_unbiased(
     symmetry: Symmetry, log_prob: LogProb, values: Mapping[str, Tensor], own: Tensor, num_elements: int
 ) -> Tensor:
-    r"""The logarithm of an unbiased estimate of :math:`q^G(\omega)`, idle elements stratified out.
+    r"""The logarithm of an unbiased estimate of :math:`q^G(\omega)`, for diagnostics only.
 
     With :math:`g_1, \dots, g_K` uniform on :math:`G`,
 
@@ -69,18 +60,9 @@ def uniform_unbiased(
         \mathbb E \log \hat q(\omega) \le \log q^G(\omega),
 
     by Jensen's inequality, so :math:`\mathbb E[\log q(\omega) - \log \hat q(\omega)]` bounds the gain from
-    above; and as :math:`\hat q \ge q / |G|`, that bound never exceeds :math:`\log |G|`. It would overstate an
-    ELBO: it is for diagnostics only.
+    above; as :math:`\hat q \ge q / |G|`, it never exceeds :math:`\log |G|`. In an ELBO it would be no bound.
 
-    Args:
-        symmetry: the group.
-        log_prob: the log density of the guide.
-        values: draws :math:`\omega` by site, each of shape ``(P, *native)``.
-        own: :math:`\log q(\omega)`, of shape ``(P,)``.
-        num_elements: :math:`K`.
-
-    Returns:
-        :math:`\log \hat q(\omega)`, of shape ``(P,)``.
+    Arguments are those of :func:`uniform`. Returns :math:`\log \hat q(\omega)`, of shape ``(P,)``.
     """
     moved, images, at_values = _at_random_images(symmetry, log_prob, values, num_elements, len(own))
     relative = (images - at_values).masked_fill(~moved, -math.inf) - math.log(num_elements)
@@ -91,7 +73,7 @@ def uniform_unbiased(
 def _at_random_images(
     symmetry: Symmetry, log_prob: LogProb, values: Mapping[str, Tensor], count: int, draws: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Whether uniform elements move draws, the log density there, both (count, P), and that at the draws."""
+    """Which images differ from the draws, the log density at images, both (count, P), and at draws (P,)."""
     elements = symmetry.sample(values, (count, draws))
     rows = {site: value.unsqueeze(0) for site, value in values.items()}
     images = symmetry.act(elements, rows)

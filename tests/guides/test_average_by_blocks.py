@@ -1,4 +1,7 @@
-"""Symmetrised guides on products of permutations and signs, and guides whose units are not independent."""
+"""Averages over products of permutations and signs, and which one is chosen.
+
+Covers guides.average and guides.choose too.
+"""
 
 from __future__ import annotations
 

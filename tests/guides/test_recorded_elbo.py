@@ -1,4 +1,4 @@
-"""The recorded ELBO, recorded_graph.py included, against the ELBO itself, from the same random numbers."""
+"""The recorded ELBO and guides.recorded_graph, against the ELBO itself, from the same random numbers."""
 
 from __future__ import annotations
 

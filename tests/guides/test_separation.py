@@ -138,25 +138,25 @@ def test_a_run_that_collides_is_left_in_time() -> None:
 
 def test_an_anchor_that_does_not_look_at_the_parameters_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the same run, with the certificate of its first step."""
-    moved = Certificate._moved
+    moved = Certificate._bound_from
 
     def stale(self: Certificate, anchor: _Anchor, normals: Any) -> float:
         return moved(self, anchor, {name: (anchor.locs[name], anchor.scales[name]) for name in self.axes})
 
-    monkeypatch.setattr(Certificate, "_moved", stale)
+    monkeypatch.setattr(Certificate, "_bound_from", stale)
     errors = train(width=0.3, steps=120)
     assert min(error for error in errors if error is not None) < -1.0
 
 
 def test_failed_looks_become_rare_and_are_forgotten_once_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
-    look = Certificate._look
+    look = Certificate._anchor_at
 
     def counted(self: Certificate, normals: Any) -> _Anchor:
         looks.append(normals)
         return look(self, normals)
 
-    monkeypatch.setattr(Certificate, "_look", counted)
+    monkeypatch.setattr(Certificate, "_anchor_at", counted)
     watch = Certificate({"w": -2}, False, 1e-6)
     together, apart = layer(4, 0.1), layer(4, 100.0)
     assert all(watch.bound({"w": together}) is None for _ in range(1000))

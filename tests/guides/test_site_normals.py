@@ -1,4 +1,4 @@
-"""Registered normals of guides: Pyro's own, a user's, and wrong ones (covers guides/checks.py too)."""
+"""Registered normals of guides: Pyro's own, a user's, and wrong ones, which guides.checks refuses."""
 
 from __future__ import annotations
 

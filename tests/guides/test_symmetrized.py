@@ -1,4 +1,7 @@
-"""Symmetrised guides: the value of the ELBO under every Pyro ELBO, and what bad input gets."""
+"""Symmetrised guides: the value of the ELBO under every Pyro ELBO, and what bad input gets.
+
+Covers guides.capture, guides.density, guides.pyro_guides and guides.symmetrized_normal too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log orbit average: exact values, and the direction of each sampled bound."""
+"""The log orbit average: exact values, and the direction of each sampled bound, orbit.uniform's included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elements of products, proposed block by block: what they are, how likely, the direction of the bound."""
+"""Elements of products, proposed block by block, with orbit.coupling: their law, and the bound's side."""
 
 from __future__ import annotations
 
