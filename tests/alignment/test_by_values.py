@@ -1,4 +1,7 @@
-"""Test ``pyro_sym.alignment.by_values``: planted labels are found, and the descent keeps its promises."""
+"""Test ``pyro_sym.alignment.by_values``: planted labels are found, and the descent keeps its promises.
+
+Covers also `alignment.descent` and `alignment.result`.
+"""
 
 from __future__ import annotations
 

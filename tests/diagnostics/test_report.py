@@ -1,4 +1,8 @@
-"""The report on runs with known answers: report, convergence, labels, temperatures and plots."""
+"""The report on runs with known answers.
+
+Covers also `diagnostics.convergence`, `diagnostics.labels`, `diagnostics.temperatures` and
+`diagnostics.plots`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Kernel Stein discrepancy (stein.py, score.py): algebra, exact draws, closed forms, what it misses."""
+"""Kernel Stein discrepancy: algebra, exact draws, closed forms, what it misses.
+
+Covers also `diagnostics.score`.
+"""
 
 from __future__ import annotations
 

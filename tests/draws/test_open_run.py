@@ -1,6 +1,6 @@
 """Stored draws read by others: while they are written, after a crash, and when files are damaged.
 
-Covers ``open_run``, ``readable`` and ``reader``.
+Covers also `draws.readable` and `draws.reader`.
 """
 
 from __future__ import annotations

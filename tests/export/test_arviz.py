@@ -1,4 +1,7 @@
-"""ArviZ of both generations reads, plots, compares and stores the result: _arviz.py and api.py."""
+"""ArviZ of both generations reads, plots, compares and stores the result.
+
+Covers also `pyro_sym._arviz`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""Conversion of draws: api.py, options.py, read.py, attrs.py, names.py and aligned.py of the exporter.
+"""Conversion of draws to ArviZ.
 
 The same tests run on both generations of ArviZ.
+
+Covers also `export.api`, `export.options`, `export.read`, `export.attrs`, `export.names`, `export.aligned`,
+`export.sites` and `pyro_sym._options`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Deterministic sites and other sites that Pyro calls observed: deterministic.py and shown_model.py."""
+"""Deterministic sites and other sites that Pyro calls observed.
+
+Covers also `export.shown_model`.
+"""
 
 from __future__ import annotations
 

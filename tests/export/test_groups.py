@@ -1,4 +1,7 @@
-"""The groups beside the draws: groups.py, predictive.py, vmap_draws.py and joined_windows.py."""
+"""The groups beside the draws.
+
+Covers also `export.predictive` and `export.joined_windows`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Export of guides: read.py, and guide_density.py with log p and log q for cross-validation."""
+"""Export of guides, with log p and log q for cross-validation.
+
+Covers also `export.guide_density`.
+"""
 
 from __future__ import annotations
 

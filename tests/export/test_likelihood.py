@@ -1,6 +1,6 @@
 """The log likelihood of every datum, against closed forms and a loop over draws.
 
-It covers likelihood.py, pointwise.py, log_sum.py and vmap_draws.py.
+Covers also `export.pointwise`, `export.log_sum` and `export.vmap_draws`.
 """
 
 from __future__ import annotations

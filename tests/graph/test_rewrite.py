@@ -1,4 +1,7 @@
-"""Rewritten graphs: each rule gives what the graph gave, by fewer operations, and only where it applies."""
+"""Rewritten graphs: each rule gives what the graph gave, by fewer operations, and only where it applies.
+
+Covers also `graph.record`, `graph.simplify` and `graph.codegen`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Symmetrised guides on products of permutations and signs, and guides whose units are not independent."""
+"""Symmetrised guides on products of permutations and signs, and guides whose units are not independent.
+
+Covers also `guides.average` and `guides.choose`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Hand-written guides whose density factorises over units, and those that only look like it."""
+"""Hand-written guides whose density factorises over units, and those that only look like it.
+
+Covers also `guides.capture` and `guides.density`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The recorded ELBO against the ELBO itself, from the same random numbers."""
+"""The recorded ELBO against the ELBO itself, from the same random numbers.
+
+Covers also `guides.recorded_graph`.
+"""
 
 from __future__ import annotations
 

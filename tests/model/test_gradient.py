@@ -1,4 +1,7 @@
-"""The traced gradient against the potential itself, and what is refused."""
+"""The traced gradient against the potential itself, and what is refused.
+
+Covers also `graph.checked`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Program: the log joint of a model, with minibatches, enumerated sites, masks and scales."""
+"""Program: the log joint of a model, with minibatches, enumerated sites, masks and scales.
+
+Covers also `model.enumeration` and `pyro_sym.unwrap`.
+"""
 
 from __future__ import annotations
 

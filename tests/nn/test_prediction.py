@@ -1,4 +1,7 @@
-"""Likelihoods, and what many draws together say of new rows."""
+"""Likelihoods, and what many draws together say of new rows.
+
+Covers also `nn.likelihoods`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Priors of a network's parameters, and which parameters are meant."""
+"""Priors of a network's parameters, and which parameters are meant.
+
+Covers also `nn.selection`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The log orbit average: exact values, and the direction of each sampled bound."""
+"""The log orbit average: exact values, and the direction of each sampled bound.
+
+Covers also `orbit.uniform` and `orbit.guided_permutations`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Elements of products, proposed block by block: what they are, how likely, the direction of the bound."""
+"""Elements of products, proposed block by block: what they are, how likely, the direction of the bound.
+
+Covers also `orbit.coupling`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The one-step maps: their algebra, noise, own stationary laws and orders, with negative controls."""
+"""The one-step maps: their algebra, noise, own stationary laws and orders, with negative controls.
+
+Covers also `sgmcmc.noise`, `sgmcmc.nose_hoover`, `sgmcmc.overdamped` and `sgmcmc.underdamped`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """BAOA as users run it: in Pyro's MCMC, from the optimiser at T = 0 to sampled targets, and what bad input
-gets."""
+gets.
+
+Covers also `sgmcmc.shard` and `sgmcmc.pyro_driver`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What users do with a run: callbacks, tables of few draws, temperatures by chain.
 
-Covers ``progress`` and, of draws, ``summaries``.
+Covers also `sgmcmc.progress`, `sgmcmc.statistics` and `draws.summaries`.
 """
 
 from __future__ import annotations

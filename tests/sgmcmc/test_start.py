@@ -1,4 +1,7 @@
-"""Where chains start: a bad start is told from a run that diverges, copies and flat sites are refused."""
+"""Where chains start: a bad start is told from a run that diverges, copies and flat sites are refused.
+
+Covers also `sgmcmc.bad_start`, `sgmcmc.starting_points`, `sgmcmc.divergence` and `draws.divergence`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Fused steps against the same steps one by one. Three packages are compiled here, 10 to 20 s of CPU each."""
+"""Fused steps against the same steps one by one. Three packages are compiled here, 10 to 20 s of CPU each.
+
+Covers also `graph.aot`.
+"""
 
 from __future__ import annotations
 

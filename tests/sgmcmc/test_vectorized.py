@@ -1,4 +1,7 @@
-"""Many chains in one process: each is the chain it would be alone; an error leaves the draws so far."""
+"""Many chains in one process: each is the chain it would be alone; an error leaves the draws so far.
+
+Covers also `model.full_data`, `sgmcmc.control_variate`, `sgmcmc.chains` and `sgmcmc.thermometers`.
+"""
 
 from __future__ import annotations
 
