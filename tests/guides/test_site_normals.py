@@ -1,4 +1,7 @@
-"""The guided bound on permanents, and guides whose density is one."""
+"""The guided bound on permanents, and guides whose density is one.
+
+Covers also `orbit.guided_permutations`.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ from pyro_sym.orbit.guided_permutations import (
     sinkhorn,
 )
 from pyro_sym.orbit.permanent import log_permanent
+from tests.catalogue import normals
 from tests.conftest import Z_LIMIT
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -220,10 +224,7 @@ def layer() -> None:
     pyro.sample("elsewhere", dist.Normal(0.0, 1.0))
 
 
-def tanh_layer() -> None:
-    pyro.sample("incoming", dist.Normal(torch.zeros(4, 3), 1.0).to_event(2))
-    pyro.sample("outgoing", dist.Normal(torch.zeros(2, 4), 1.0).to_event(2))
-
+tanh_layer = normals({"incoming": (4, 3), "outgoing": (2, 4)})
 
 SIGNED = {"incoming": -2, "outgoing": -1}
 LAYERS: list[tuple[Any, Symmetry]] = [
@@ -257,8 +258,7 @@ def test_a_mean_field_layer_is_a_permanent(
 def test_a_wide_layer_gains_more_than_any_uniform_average() -> None:
     """log 20! is 42.3 nats; 16 uniform elements could report 2.8."""
 
-    def model() -> None:
-        pyro.sample("w", dist.Normal(torch.zeros(20), 100.0).to_event(1))
+    model = normals({"w": (20,)}, 100.0)
 
     apart = AutoNormal(model, init_loc_fn=lambda site: 10 * torch.arange(20.0), init_scale=1.0)
     guide = AutoSymmetrized(apart, Permutation({"w": -1}))

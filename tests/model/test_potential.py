@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_sym.model.potential import Potential
+from tests.catalogue import mixture
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -37,13 +39,7 @@ def constrained_model() -> None:
     pyro.sample("y", dist.Normal(mean, scale).to_event(1), obs=torch.tensor([0.3, 1.2]))
 
 
-def mixture_model() -> None:
-    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(2)))
-    with pyro.plate("components", 2):
-        locs = pyro.sample("locs", dist.Normal(0.0, 3.0))
-    with pyro.plate("rows", 5):
-        z = pyro.sample("z", dist.Categorical(weights))
-        pyro.sample("y", dist.Normal(locs[z], 1.0), obs=torch.tensor([-2.0, -1.0, 0.0, 1.0, 5.0]))
+mixture_model = functools.partial(mixture, torch.tensor([-2.0, -1.0, 0.0, 1.0, 5.0]), k=2)
 
 
 def scaled_and_masked_model() -> None:

@@ -1,6 +1,6 @@
 """The log orbit average: exact values, and the direction of each sampled bound.
 
-Covers also `orbit.uniform` and `orbit.guided_permutations`.
+Covers also `orbit.uniform`.
 """
 
 from __future__ import annotations

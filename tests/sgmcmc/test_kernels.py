@@ -29,6 +29,8 @@ from pyro_sym.sgmcmc.chains import Chains
 from pyro_sym.sgmcmc.overdamped import SGLD, LeimkuhlerMatthews
 from pyro_sym.sgmcmc.pyro_driver import StochasticGradientKernel
 from pyro_sym.sgmcmc.underdamped import BAOA, SGHMC
+from tests.catalogue import normals
+from tests.catalogue import real_and_positive as full_model
 from tests.conftest import FAILURE_RATE
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -41,11 +43,6 @@ def mixed_model(data: Tensor) -> None:
     loc = pyro.sample("loc", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     with pyro.plate("rows", len(data), subsample_size=5) as rows:
         pyro.sample("y", dist.Normal(loc.sum() + weights[..., 0], scale), obs=data[rows])
-
-
-def full_model() -> None:
-    pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    pyro.sample("a", dist.LogNormal(0.0, 1.0))
 
 
 # Picklable whatever the name that pytest gave this module.
@@ -202,8 +199,7 @@ def test_conjugate_posterior_check_has_power(temperature: float, subsample_size:
 def test_momenta_start_at_the_temperature(temperature: float) -> None:
     size = 20_000
 
-    def model() -> None:
-        pyro.sample("x", dist.Normal(torch.zeros(size), 1.0).to_event(1))
+    model = normals({"x": (size,)})
 
     momenta = []
     kernel = BAOA(model, step_size=1e-8, friction=1e-8, temperature=temperature)
@@ -413,7 +409,10 @@ def test_scheduled_step_size_moves_the_chain_by_it() -> None:
     """The first step at T = 0 from rest is -h^2/2 (1 + c) times the gradient, with the step size at step
     0."""
     kernel = BAOA(
-        full_model, step_size=lambda step: 0.1 if step == 0 else 9.0, friction=math.inf, temperature=0.0
+        full_model,
+        step_size=lambda step: 0.1 if step == 0 else 9.0,
+        friction=math.inf,
+        temperature=0.0,
     )
     kernel.initial_params = {"a": torch.tensor(0.0), "b": torch.tensor([2.0, -4.0])}
     kernel.setup(0)
@@ -600,9 +599,7 @@ def test_a_log_probability_that_is_not_finite_is_reported_with_its_site() -> Non
 
 
 def test_a_step_size_beyond_stability_ends_in_an_error_that_says_so() -> None:
-    def model() -> None:
-        pyro.sample("fine", dist.Normal(0.0, 1e6))
-        pyro.sample("steep", dist.Normal(0.0, 0.01))
+    model = normals({"fine": (), "steep": ()}, {"fine": 1e6, "steep": 0.01})
 
     with pytest.raises(DivergenceError, match=r"of site 'steep' is not finite; lower step_size \(1 at"):
         run(BAOA(model, step_size=1.0), 1000)

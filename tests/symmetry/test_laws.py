@@ -1,7 +1,6 @@
 """Group laws of every symmetry, over random groups, shapes and batches.
 
-Covers also `symmetry.base`, `symmetry.blocks`, `symmetry.elementary`, `symmetry.flat`, `symmetry.nearest`,
-`symmetry.orthogonal`, `symmetry.product` and `symmetry.viewed`.
+Covers also `symmetry.base`, `symmetry.elementary`, `symmetry.product` and `symmetry.viewed`.
 """
 
 from __future__ import annotations
