@@ -29,7 +29,7 @@ from pyro_sym.sgmcmc.chains import Chains
 from pyro_sym.sgmcmc.overdamped import SGLD, LeimkuhlerMatthews
 from pyro_sym.sgmcmc.pyro_driver import StochasticGradientKernel
 from pyro_sym.sgmcmc.underdamped import BAOA, SGHMC
-from tests.catalogue import normals
+from tests.catalogue import normal_mean, normals
 from tests.catalogue import real_and_positive as full_model
 from tests.conftest import FAILURE_RATE
 
@@ -123,13 +123,6 @@ def test_no_random_number_is_consumed_at_zero_temperature(temperature: float, co
 ROWS, DIMS, SPREAD = 64, 40, 0.5
 
 
-def conjugate_model(data: Tensor, subsample_size: int | None) -> None:
-    """As many independent conjugate normals as there are columns."""
-    mean = pyro.sample("mean", dist.Normal(torch.zeros(DIMS), 1.0).to_event(1))
-    with pyro.plate("rows", ROWS, subsample_size=subsample_size) as rows:
-        pyro.sample("y", dist.Normal(mean, 1.0).to_event(1), obs=data[rows])
-
-
 @functools.cache
 def conjugate_data() -> Tensor:
     """Columns of variance SPREAD**2, exactly, whose deviations are orthogonal: minibatch noise is alike in
@@ -151,8 +144,8 @@ def conjugate_statistics(
     """Errors of the time averages a dimension; the exact variance, and its part due to minibatches."""
     h, friction = 0.0877, 6.0
     data = conjugate_data()
-    kernel = BAOA(conjugate_model, step_size=h, friction=friction, temperature=temperature, thinning=2)
-    draws = run(kernel, 400, data, subsample_size, warmup_steps=50, seed=7).get_samples()["mean"]
+    kernel = BAOA(normal_mean, step_size=h, friction=friction, temperature=temperature, thinning=2)
+    draws = run(kernel, 400, data, subsample_size, warmup_steps=50, seed=7).get_samples()["loc"]
     precision = 1.0 + ROWS
     mean = data.sum(0) / precision
     c, x = math.exp(-friction * h), h**2 * precision
