@@ -162,21 +162,6 @@ def test_partly_masked_events_count_what_is_seen() -> None:
     assert found[:, 2].isnan().all()
 
 
-def test_obs_mask_of_a_site() -> None:
-    y, seen = torch.randn(4), torch.tensor([1, 1, 0, 1], dtype=torch.bool)
-
-    def model() -> None:
-        loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", 4):
-            pyro.sample("y", dist.Normal(loc, 1.0), obs=y, obs_mask=seen)
-
-    draws = {"loc": torch.randn(5), "y_unobserved": torch.randn(5, 4)}
-    found = log_likelihood(model, draws)
-    assert set(found) == {"y_observed"}
-    expected = dist.Normal(draws["loc"].unsqueeze(-1), 1.0).log_prob(y).where(seen, torch.nan)
-    torch.testing.assert_close(found["y_observed"], expected, equal_nan=True)
-
-
 @pytest.mark.parametrize("batch", [1, 3, 4, 10])
 def test_subsampled_plates_cover_all_rows(batch: int) -> None:
     y, g = torch.randn(10, 3), torch.randn(3)
