@@ -25,14 +25,45 @@ Model = Callable[..., None]
 # --- priors alone -------------------------------------------------------------------------------------------
 
 
-def normals(shapes: Mapping[str, tuple[int, ...]], scale: Any = 1.0) -> Model:
-    """Independent normal sites of these shapes, as event dims, without data."""
+def normals(
+    shapes: Mapping[str, tuple[int, ...]], scale: Any = 1.0, dtype: torch.dtype | None = None
+) -> Model:
+    """Independent normal sites of these shapes, as event dims, whatever the data.
 
-    def model() -> None:
+    Args:
+        shapes: of the sites.
+        scale: the same for all sites, or one for each by name.
+        dtype: of the means; the default dtype at the time of the call if None.
+    """
+
+    def model(*_: Any) -> None:
         for name, shape in shapes.items():
-            pyro.sample(name, dist.Normal(torch.zeros(shape), scale).to_event(len(shape)))
+            sd = scale[name] if isinstance(scale, Mapping) else scale
+            pyro.sample(name, dist.Normal(torch.zeros(shape, dtype=dtype), sd).to_event(len(shape)))
 
     return model
+
+
+def real_and_positive() -> None:
+    """A site ``b`` in R^2 and a positive site ``a``."""
+    pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    pyro.sample("a", dist.LogNormal(0.0, 1.0))
+
+
+def quartic(*shape: int) -> Model:
+    """Fine near 0 and explosive far out, where no reasonable step is small enough."""
+
+    def model() -> None:
+        x = pyro.sample("x", dist.Normal(torch.zeros(shape), 1.0).to_event(len(shape)))
+        pyro.factor("wall", -x.pow(4).sum())
+
+    return model
+
+
+def random_joint() -> None:
+    """A log joint with noise in it: random at fixed values."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    pyro.factor("noise", torch.randn(()) + w.sum())
 
 
 def components(k: int, dim: int = 2, scale: float = 3.0) -> Model:
@@ -54,21 +85,22 @@ COMPONENTS = Permutation({"weights": -1, "locs": -2, "scales": -1})
 
 
 def normal_mean(y: Tensor, size: int | None = None, sd: float = 1.0) -> None:
-    """y_i ~ N(loc, 1) with loc ~ N(0, sd²): the posterior is known."""
-    loc = pyro.sample("loc", dist.Normal(0.0, sd))
+    """y_i ~ N(loc, I) with loc ~ N(0, sd² I), of as many dimensions as a row: the posterior is known."""
+    dims = y.dim() - 1
+    loc = pyro.sample("loc", dist.Normal(torch.zeros(y.shape[1:]), sd).to_event(dims))
     with pyro.plate("data", len(y), subsample_size=size) as rows:
-        pyro.sample("y", dist.Normal(loc, 1.0), obs=y[rows])
+        pyro.sample("y", dist.Normal(loc, 1.0).to_event(dims), obs=y[rows])
 
 
 def normal_mean_posterior(y: Tensor, sd: float = 1.0) -> dist.Normal:
     """The posterior of ``loc``: precision n + 1 / sd², mean Σ y_i over the precision."""
     precision = len(y) + sd**-2
-    return dist.Normal(y.sum() / precision, precision**-0.5)
+    return dist.Normal(y.sum(0) / precision, precision**-0.5)
 
 
-def normal_mean_and_scale(y: Tensor, size: int | None = None) -> None:
-    """y_i ~ N(loc, scale²), both unknown."""
-    loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+def normal_mean_and_scale(y: Tensor, size: int | None = None, sd: float = 1.0) -> None:
+    """y_i ~ N(loc, scale²), both unknown, with loc ~ N(0, sd²)."""
+    loc = pyro.sample("loc", dist.Normal(0.0, sd))
     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
     with pyro.plate("data", len(y), subsample_size=size) as rows:
         pyro.sample("y", dist.Normal(loc, scale), obs=y[rows])
@@ -96,6 +128,13 @@ def linear_with_scale(x: Tensor, y: Tensor, size: int | None = None) -> None:
     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
     with pyro.plate("data", len(y), subsample_size=size) as rows:
         pyro.sample("y", dist.Normal(x[rows] @ w, scale), obs=y[rows])
+
+
+def slope(x: Tensor, y: Tensor, size: int | None = None) -> None:
+    """y_i ~ N(slope · x_i, 1) of one covariate."""
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x), subsample_size=size) as rows:
+        pyro.sample("y", dist.Normal(slope * x[rows], 1.0), obs=y[rows])
 
 
 def logistic(x: Tensor, y: Tensor, size: int | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import threading
@@ -23,7 +24,7 @@ from pyro.infer.autoguide.guides import AutoCallable
 from pyro.nn import PyroModule
 from pyro.poutine import messenger, runtime
 from pyro.poutine.subsample_messenger import SubsampleMessenger
-from torch import Tensor, nn
+from torch import nn
 from torch.distributions import Distribution
 from torch.distributions.transforms import AffineTransform
 
@@ -44,15 +45,11 @@ from pyro_sym.model.potential import Potential
 from pyro_sym.model.program import Program
 from pyro_sym.nn.priors import moved
 from pyro_sym.search.check import unblocked
+from tests.catalogue import normal_mean
 
 DATA = torch.tensor([-1.0, 0.5, 2.0])
 
-
-def model(y: Tensor) -> None:
-    loc = pyro.sample("loc", dist.Normal(0.0, 3.0))
-    with pyro.plate("rows", len(y)):
-        pyro.sample("y", dist.Normal(loc, 1.0), obs=y)
-
+model = functools.partial(normal_mean, sd=3.0)
 
 # Without an interface
 
@@ -248,19 +245,14 @@ def test_without_conversions_of_losses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_models_stay_as_they_are_without_resized_plates(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rows(y: Tensor) -> None:
-        loc = pyro.sample("loc", dist.Normal(0.0, 3.0))
-        with pyro.plate("rows", len(y), subsample_size=2) as row:
-            pyro.sample("y", dist.Normal(loc, 1.0), obs=y[row])
-
     def prepare(program: Program) -> Callable[[], Any]:
         values, indices = program.draw()
         return lambda: program.log_joint(values, indices)
 
-    program = Program(rows, (torch.zeros(8),))
+    program = Program(model, (torch.zeros(8), 2))
     assert not widened(program, prepare)[0].plates, "it shows all rows"
     monkeypatch.setattr("pyro_sym.model.all_rows.replaced_in_this_thread", nothing)
-    assert widened(program, prepare)[0].plates["rows"].subsample_size == 2
+    assert widened(program, prepare)[0].plates["data"].subsample_size == 2
 
 
 @contextmanager

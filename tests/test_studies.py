@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from benchmarks.studies import mode_interpolation, overlap, tractable_bnn
 from pyro_sym import AutoSymmetrizedNormal, Permutation, Product, SignFlip, Symmetry
+from tests.catalogue import normals
 
 # Mode interpolation
 
@@ -127,9 +127,7 @@ def reported(guide: AutoSymmetrizedNormal, *args: Tensor) -> tuple[dict[str, Ten
     ("names", "signs"), [(["a"], False), (["a", "b", "v"], True)], ids=["relabelled", "flipped too"]
 )
 def test_average_of_overlap_is_that_of_the_guide(names: list[str], signs: bool) -> None:
-    def model() -> None:
-        for name in names:
-            pyro.sample(name, dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    model = normals(dict.fromkeys(names, (3,)))
 
     axes = dict.fromkeys(names, -1)
     symmetry: Symmetry = Permutation(axes)

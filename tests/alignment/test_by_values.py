@@ -1,4 +1,8 @@
-"""Test ``pyro_sym.alignment.by_values``: planted labels are found, and the descent keeps its promises."""
+"""Test ``pyro_sym.alignment.by_values``: planted labels are found, and the descent keeps its promises.
+
+Covers also `alignment.descent`, `alignment.result`, `symmetry.blocks`, `symmetry.nearest` and
+`symmetry.flat`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Test the confidence of alignments: margins are those of enumeration, and doubt is where it belongs."""
+"""Test the confidence of alignments: margins are those of enumeration, and doubt is where it belongs.
+
+Covers also `symmetry.assignment`.
+"""
 
 from __future__ import annotations
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 
 import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 from torch import Tensor
 
 from pyro_sym import SGNHT, VectorizedMCMC, from_pyro
 from pyro_sym.diagnostics import directional_temperatures, report, unconstrained_score
+from tests.catalogue import linear
 
 QUIET = 1 - 2e-5  # what tests of right draws ask for
 
@@ -82,11 +83,7 @@ def test_many_directions_are_looked_at_in_part() -> None:
 CORRELATED = torch.tensor([[1.0, 0.9], [0.9, 1.0]], dtype=torch.float64)
 ROWS = 500
 
-
-def regression(x: Tensor, y: Tensor, batch: int) -> None:
-    w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=torch.float64), 10.0).to_event(1))
-    with pyro.plate("rows", len(x), subsample_size=batch) as rows:
-        pyro.sample("y", dist.Normal(x[rows] @ w, 1.0), obs=y[rows])
+regression = functools.partial(linear, sd=10.0)
 
 
 def test_a_thermostat_on_correlated_minibatches_is_seen_through() -> None:

@@ -5,6 +5,7 @@ It covers diagnostics.convergence, diagnostics.labels, diagnostics.temperatures 
 
 from __future__ import annotations
 
+import functools
 import math
 from functools import partial
 from typing import Any
@@ -41,7 +42,7 @@ from pyro_sym.diagnostics import (
 )
 from pyro_sym.diagnostics.labels import CONFIDENCE
 from pyro_sym.diagnostics.temperatures import mean_band
-from tests.catalogue import mixture, normals
+from tests.catalogue import mixture, normal_mean, normals
 
 SIGNED = Product(Permutation({"into": -1, "out": -1}), SignFlip({"into": -1, "out": -1}))
 INPUTS = torch.linspace(-1, 1, 15).reshape(5, 3)
@@ -164,10 +165,7 @@ def simplex() -> None:
     pyro.sample("part", dist.Dirichlet(torch.full((3,), 4.0)))
 
 
-def noisy(y: Tensor) -> None:
-    loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(y), subsample_size=5) as rows:
-        pyro.sample("y", dist.Normal(loc, 1.0), obs=y[rows])
+noisy = functools.partial(normal_mean, size=5)
 
 
 def run(

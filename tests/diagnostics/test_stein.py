@@ -9,7 +9,6 @@ import math
 from functools import partial
 from typing import Any
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from pyro_sym.diagnostics import kernel_stein_discrepancy, unconstrained_score
 from pyro_sym.diagnostics.stein import stein_kernel
+from tests.catalogue import linear_with_scale, normal_mean
 from tests.conftest import Z_LIMIT
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -176,11 +176,7 @@ def test_refusals(draws: Tensor, score: Tensor, options: dict[str, float], messa
         kernel_stein_discrepancy(draws, score, **options)  # type: ignore[arg-type]
 
 
-def regression(x: Tensor, y: Tensor) -> None:
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
-    with pyro.plate("data", len(y), subsample_size=3) as rows:
-        pyro.sample("y", dist.Normal(x[rows] @ w, scale), obs=y[rows])
+regression = partial(linear_with_scale, size=3)
 
 
 def test_score_is_that_of_all_data_at_the_temperature() -> None:
@@ -201,10 +197,7 @@ def test_score_is_that_of_all_data_at_the_temperature() -> None:
     assert torch.allclose(again[1], score)
 
 
-def conjugate(y: Tensor) -> None:
-    loc = pyro.sample("loc", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    with pyro.plate("data", len(y), subsample_size=4) as rows:
-        pyro.sample("y", dist.Normal(loc, 1.0).to_event(1), obs=y[rows])
+conjugate = partial(normal_mean, size=4)
 
 
 def test_exact_draws_of_a_posterior_and_hot_ones() -> None:

@@ -1,6 +1,6 @@
 """Equal values have equal words in every process; what makes a different run has different words.
 
-Covers ``fingerprint``, ``value_reader``, ``referenced_code`` and ``identity``.
+Covers also `draws.value_reader` and `draws.referenced_code`.
 """
 
 from __future__ import annotations

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pyro
-import pyro.distributions as dist
 from pyro.infer import NUTS
 
 from pyro_sym import BAOA, Cyclical
 from pyro_sym.draws.kernel_settings import kernel_settings
+from tests.catalogue import normals
 
-
-def model() -> None:
-    pyro.sample("m", dist.Normal(0.0, 1.0))
+model = normals({"m": ()})
 
 
 class Wrapped(BAOA):

@@ -1,6 +1,6 @@
 """Stored draws read by others: while they are written, after a crash, and when files are damaged.
 
-Covers ``open_run``, ``readable`` and ``reader``.
+Covers also `draws.readable` and `draws.reader`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 import zarr
@@ -24,6 +23,7 @@ from pyro.infer import Predictive
 from pyro_sym import Run, from_pyro, open_run
 from pyro_sym.draws import store
 from pyro_sym.draws.store import Store
+from tests.catalogue import normals
 from tests.draws.test_store import (
     Crash,
     X,
@@ -349,9 +349,7 @@ def test_a_place_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     ("names", "message"), [(["draw"], "site 'draw' would .* dim of draws"), (["a/b", "a.b"], "is site 'a/b'")]
 )
 def test_sites_that_share_a_variable_are_refused(names: list[str], message: str, tmp_path: Path) -> None:
-    def model(x: torch.Tensor, y: torch.Tensor) -> None:
-        for name in names:
-            pyro.sample(name, dist.Normal(0.0, 1.0))
+    model = normals(dict.fromkeys(names, ()))
 
     with pytest.raises(ValueError, match=message):
         run(kernel(model=model), store=tmp_path / "run")

@@ -1,6 +1,6 @@
 """Statistics that only the recorder knows are stored, resumed, extended, read and exported.
 
-Covers ``contract``.
+Covers also `draws.contract`.
 """
 
 from __future__ import annotations

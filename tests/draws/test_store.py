@@ -1,6 +1,6 @@
 """Draws on disk: a run that dies is resumed bit for bit, and its store can be read.
 
-Covers ``store``, ``on_disk``, ``files`` and ``memory``.
+Covers also `draws.on_disk`, `draws.files`, `draws.memory` and `sgmcmc.prefetch`.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from pyro.infer import MCMC, NUTS
 from torch import Tensor
 
 from pyro_sym import _arviz, dataset, from_pyro, from_pyro_svi
+from tests.catalogue import logistic
 from tests.export.runs import SYMMETRY, Y, given, groups, mixture, run, two_copies
 
 matplotlib.use("Agg")
@@ -263,11 +264,6 @@ def test_the_generation_is_told_without_a_warning() -> None:
 
 def test_nuts_of_pyro_end_to_end() -> None:
     """A logistic regression, of which ArviZ's own converter got no likelihood."""
-
-    def logistic(x: Tensor, y: Tensor) -> None:
-        w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
 
     mcmc: MCMC = run(NUTS(logistic), X, (COUNTS > 0).float(), num_samples=30, warmup_steps=30)
     data = from_pyro(mcmc, log_likelihood=True)

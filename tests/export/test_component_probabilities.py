@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_sym import Permutation, align_allocations, allocation_probabilities
 from tests.catalogue import mixture as enumerated
-from tests.catalogue import mixture_allocations
+from tests.catalogue import mixture_allocations, normals
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -104,9 +104,6 @@ def test_labels_by_a_models_allocations() -> None:
 
 
 def test_models_without_allocations_are_refused() -> None:
-    def plain() -> None:
-        pyro.sample("x", dist.Normal(0.0, 1.0))
-
     def subsampled() -> None:
         weights = pyro.sample("weights", dist.Dirichlet(torch.ones(2)))
         with pyro.plate("data", 10, subsample_size=3):
@@ -118,7 +115,7 @@ def test_models_without_allocations_are_refused() -> None:
         pyro.sample("b", dist.Categorical(torch.ones(3)))
 
     with pytest.raises(ValueError, match="no discrete site to enumerate"):
-        allocation_probabilities(plain)
+        allocation_probabilities(normals({"x": ()}))
     with pytest.raises(ValueError, match=r"no discrete site 'locs': enumerable latent sites are \['z'\]"):
         allocation_probabilities(enumerated, (Y,), site="locs")
     with pytest.raises(ValueError, match="plate 'data' shows 3 of its 10 rows"):

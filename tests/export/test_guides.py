@@ -17,6 +17,7 @@ from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNormal
 from torch import Tensor
 
 from pyro_sym import AutoSymmetrized, _arviz, dataset, from_pyro_svi
+from tests.catalogue import normal_mean
 from tests.export.runs import SYMMETRY, Y, groups, mixture, names
 
 
@@ -188,12 +189,6 @@ def test_guides_without_a_density_say_so() -> None:
     assert groups(data) == {"posterior"}
 
 
-def conjugate(y: Tensor) -> None:
-    loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(loc, 1.0), obs=y)
-
-
 def exact_loo(y: Tensor) -> float:
     """Σ log p(y_n | y_-n) of the conjugate model."""
     variance = 1 / len(y)  # 1 / (1 + N - 1)
@@ -212,7 +207,7 @@ def test_loo_of_an_approximate_posterior() -> None:
         def guide(y: Tensor) -> None:
             pyro.sample("loc", dist.Normal(mean + shift * scale, 1.2 * scale if shift else scale))
 
-        data = from_pyro_svi(guide, args=(y,), model=conjugate, num_samples=1000, log_likelihood=True)
+        data = from_pyro_svi(guide, args=(y,), model=normal_mean, num_samples=1000, log_likelihood=True)
         stats = dataset(data, "sample_stats")
         corrected = az.loo_approximate_posterior(data, stats["log_p"], stats["log_q"])
         return corrected.elpd, az.loo(data).elpd

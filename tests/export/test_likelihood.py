@@ -21,6 +21,7 @@ from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 
 from pyro_sym import log_likelihood
+from tests.catalogue import normal_mean
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -159,21 +160,6 @@ def test_partly_masked_events_count_what_is_seen() -> None:
     expected = (dist.Normal(loc, 1.0).log_prob(y) * seen).sum(-1)
     torch.testing.assert_close(found[:, :2], expected[:, :2])
     assert found[:, 2].isnan().all()
-
-
-def test_obs_mask_of_a_site() -> None:
-    y, seen = torch.randn(4), torch.tensor([1, 1, 0, 1], dtype=torch.bool)
-
-    def model() -> None:
-        loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", 4):
-            pyro.sample("y", dist.Normal(loc, 1.0), obs=y, obs_mask=seen)
-
-    draws = {"loc": torch.randn(5), "y_unobserved": torch.randn(5, 4)}
-    found = log_likelihood(model, draws)
-    assert set(found) == {"y_observed"}
-    expected = dist.Normal(draws["loc"].unsqueeze(-1), 1.0).log_prob(y).where(seen, torch.nan)
-    torch.testing.assert_close(found["y_observed"], expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 4, 10])
@@ -346,28 +332,22 @@ def test_nothing_outside_is_touched() -> None:
     assert not [name for name, site in outer.trace.nodes.items() if site["type"] == "sample"]
 
 
-def plain(y: Tensor) -> None:
-    w = pyro.sample("w", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(w, 1.0), obs=y)
-
-
 @pytest.mark.parametrize("shape", [(4, 3), (3, 4), (2, 5)])
 def test_chains_that_nobody_told_of_are_refused(shape: tuple[int, int]) -> None:
     """Draws of 4 chains would be 4 draws that broadcast against 3 data: a likelihood of other draws."""
-    y, draws = torch.randn(3), {"w": torch.randn(shape)}
-    with pytest.raises(ValueError, match=r"draws of site 'w' have shape .*pass group_by_chain=True"):
-        log_likelihood(plain, draws, y)
-    assert log_likelihood(plain, draws, y, group_by_chain=True)["y"].shape == (*shape, 3)
-    flat = {"w": draws["w"].flatten()}
-    with pytest.raises(ValueError, match=r"draws of site 'w' have shape .*pass group_by_chain=False"):
-        log_likelihood(plain, flat, y, group_by_chain=True)
+    y, draws = torch.randn(3), {"loc": torch.randn(shape)}
+    with pytest.raises(ValueError, match=r"draws of site 'loc' have shape .*pass group_by_chain=True"):
+        log_likelihood(normal_mean, draws, y)
+    assert log_likelihood(normal_mean, draws, y, group_by_chain=True)["y"].shape == (*shape, 3)
+    flat = {"loc": draws["loc"].flatten()}
+    with pytest.raises(ValueError, match=r"draws of site 'loc' have shape .*pass group_by_chain=False"):
+        log_likelihood(normal_mean, flat, y, group_by_chain=True)
 
 
 def test_dims_of_size_one_in_front_are_those_of_predictive() -> None:
-    y, w = torch.randn(3), torch.randn(6)
-    padded = log_likelihood(plain, {"w": w.reshape(6, 1)}, y)["y"]
-    torch.testing.assert_close(padded, log_likelihood(plain, {"w": w}, y)["y"])
+    y, loc = torch.randn(3), torch.randn(6)
+    padded = log_likelihood(normal_mean, {"loc": loc.reshape(6, 1)}, y)["y"]
+    torch.testing.assert_close(padded, log_likelihood(normal_mean, {"loc": loc}, y)["y"])
 
 
 def test_draws_of_too_few_dims_are_refused() -> None:

@@ -32,6 +32,7 @@ from pyro_sym.guides import average_by_blocks as blocks
 from pyro_sym.guides.average import Enumeration, OneBlock, OrbitAverage, PartlyOneBlock, Uniform
 from pyro_sym.guides.average_by_blocks import BlocksOfDensity, BlocksOfNormals
 from pyro_sym.orbit.enumeration import enumerated
+from tests.catalogue import COMPONENTS, components
 from tests.conftest import Z_LIMIT
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -143,19 +144,6 @@ def test_hidden_states(simplex: bool, separation: float) -> None:
     assert above.mean() < 0.1
 
 
-MIXTURE = Permutation({"weights": -1, "locs": -2, "scales": -1})
-
-
-def mixture(k: int) -> Guide:
-    def model() -> None:
-        pyro.sample("weights", dist.Dirichlet(torch.ones(k)))
-        with pyro.plate("components", k):
-            pyro.sample("locs", dist.Normal(torch.zeros(2), 3.0).to_event(1))
-            pyro.sample("scales", dist.LogNormal(0.0, 1.0))
-
-    return model
-
-
 def drifted(site: Any) -> Tensor:
     return (-0.7 * torch.arange(4.0)).softmax(-1) if site["name"] == "weights" else scattered(0.7)(site).exp()
 
@@ -163,7 +151,7 @@ def drifted(site: Any) -> Tensor:
 @pytest.mark.parametrize("scale", [0.1, 0.7])
 def test_weights_on_a_simplex_beside_units(scale: float) -> None:
     """By proposals that do not know the weights, whose density no permanent has."""
-    guide = importance(AutoNormal(mixture(4), init_loc_fn=drifted, init_scale=scale), MIXTURE)
+    guide = importance(AutoNormal(components(4), init_loc_fn=drifted, init_scale=scale), COMPONENTS)
     above, below = bracket(guide, 300, 32)
     assert isinstance(guide._average, PartlyOneBlock)
     check_direction(above, below)
@@ -172,7 +160,7 @@ def test_weights_on_a_simplex_beside_units(scale: float) -> None:
 
 def test_the_weights_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: without them the average is another."""
-    guide = importance(AutoNormal(mixture(4), init_loc_fn=drifted, init_scale=0.7), MIXTURE)
+    guide = importance(AutoNormal(components(4), init_loc_fn=drifted, init_scale=0.7), COMPONENTS)
     monkeypatch.setattr(PartlyOneBlock, "_of_rest", lambda self, run: None)
     above, _ = bracket(guide, 300, 32)
     assert above.mean() > 0.5
@@ -359,8 +347,8 @@ APART = Product(Permutation({"w1": -2}), SignFlip({"w3": -1}))
 CHOICES: list[tuple[Callable[[], Guide], Symmetry, type[OrbitAverage], str]] = [
     (lambda: AutoNormal(wide(14)), Permutation({"w": -1}), OneBlock, "exact"),
     (lambda: AutoNormal(wide(15)), Permutation({"w": -1}), OneBlock, "importance"),
-    (lambda: AutoNormal(mixture(6)), MIXTURE, Enumeration, "exact"),
-    (lambda: AutoNormal(mixture(7)), MIXTURE, PartlyOneBlock, "importance"),
+    (lambda: AutoNormal(components(6)), COMPONENTS, Enumeration, "exact"),
+    (lambda: AutoNormal(components(7)), COMPONENTS, PartlyOneBlock, "importance"),
     (lambda: AutoMultivariateNormal(wide(6)), Permutation({"w": -1}), Enumeration, "exact"),
     (lambda: AutoMultivariateNormal(wide(7)), Permutation({"w": -1}), BlocksOfDensity, "importance"),
     (lambda: AutoNormal(mlp()), LAYERS, BlocksOfNormals, "importance"),

@@ -1,4 +1,7 @@
-"""Hand-written guides whose density factorises over units, and those that only look like it."""
+"""Hand-written guides whose density factorises over units, and those that only look like it.
+
+Covers also `guides.capture`.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from torch.distributions import constraints
 from pyro_sym import AutoSymmetrized, Permutation, Product, SignFlip, Symmetry
 from pyro_sym.guides.average import OneBlock
 from pyro_sym.orbit.enumeration import enumerated
+from tests.catalogue import normals
 from tests.conftest import Z_LIMIT
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -109,10 +113,7 @@ def test_many_separate_units_gain_all_of_their_labels() -> None:
 
 TANH = {"incoming": -2, "outgoing": -1}
 
-
-def tanh_layer() -> None:
-    pyro.sample("incoming", dist.Normal(torch.zeros(4, 3), 1.0).to_event(2))
-    pyro.sample("outgoing", dist.Normal(torch.zeros(2, 4), 1.0).to_event(2))
+tanh_layer = normals({"incoming": (4, 3), "outgoing": (2, 4)})
 
 
 def test_signs_on_the_units() -> None:

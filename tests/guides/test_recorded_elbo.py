@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ from torch.distributions import constraints
 import pyro_sym as ps
 from pyro_sym import RecordedELBO
 from pyro_sym.guides.recorded_graph import Recording
+from tests import catalogue
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -36,12 +38,7 @@ DATA = torch.randn(ROWS, generator=torch.Generator().manual_seed(0)).double() + 
 
 Model = Callable[..., Any]
 
-
-def model(y: Tensor) -> None:
-    loc = pyro.sample("loc", dist.Normal(0.0, 10.0))
-    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
-    with pyro.plate("rows", len(y)):
-        pyro.sample("y", dist.Normal(loc, scale), obs=y)
+model = functools.partial(catalogue.normal_mean_and_scale, sd=10.0)
 
 
 def subsampled(y: Tensor) -> None:
@@ -51,13 +48,7 @@ def subsampled(y: Tensor) -> None:
         pyro.sample("y", dist.StudentT(4.0, local + loc[1], 1.0), obs=y[row])
 
 
-def mixture(y: Tensor) -> None:
-    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(2)))
-    with pyro.plate("components", 2):
-        locs = pyro.sample("locs", dist.Normal(0.0, 10.0))
-    with pyro.plate("rows", len(y)):
-        z = pyro.sample("z", dist.Categorical(weights), infer={"enumerate": "parallel"})
-        pyro.sample("y", dist.Normal(locs[z], 1.0), obs=y)
+mixture = functools.partial(catalogue.mixture, k=2, scale=10.0)
 
 
 def by_hand(y: Tensor) -> None:
@@ -561,12 +552,7 @@ def test_reasons_are_of_the_model() -> None:
 def test_symmetrised_guides(estimator: Any) -> None:
     """Averages are recorded, unless their course depends on random numbers, as guided elements' does."""
 
-    def components(y: Tensor) -> None:
-        with pyro.plate("components", 3):
-            locs = pyro.sample("locs", dist.Normal(0.0, 10.0))
-        with pyro.plate("rows", len(y)):
-            law = dist.MixtureSameFamily(dist.Categorical(torch.ones(3)), dist.Normal(locs, 1.0))
-            pyro.sample("y", law, obs=y)
+    components = functools.partial(catalogue.mixture, scale=10.0, allocations=False, equal_weights=True)
 
     def run(loss: Any) -> Tensor:
         pyro.clear_param_store()

@@ -21,6 +21,7 @@ from torch import Tensor
 from pyro_sym import AutoSymmetrized, Permutation, Product, SignFlip, Symmetry
 from pyro_sym.guides.separation import Certificate, _Anchor, certificate
 from pyro_sym.orbit.permanent import log_permanent
+from tests.catalogue import COMPONENTS, components, normals
 from tests.conftest import Z_LIMIT
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -240,23 +241,13 @@ def test_parameters_put_back_from_a_store_are_seen() -> None:
 
 TANH = {"incoming": -2, "outgoing": -1}
 
-
-def tanh_layer() -> None:
-    pyro.sample("incoming", dist.Normal(torch.zeros(4, 3), 5.0).to_event(2))
-    pyro.sample("outgoing", dist.Normal(torch.zeros(2, 4), 5.0).to_event(2))
-
-
-def mixture() -> None:
-    pyro.sample("weights", dist.Dirichlet(torch.ones(4)))
-    with pyro.plate("components", 4):
-        pyro.sample("locs", dist.Normal(torch.zeros(3), 5.0).to_event(1))
-        pyro.sample("scales", dist.LogNormal(0.0, 1.0))
+tanh_layer = normals({"incoming": (4, 3), "outgoing": (2, 4)}, 5.0)
 
 
 GUIDES: list[tuple[Any, Symmetry, Any]] = [
     (tanh_layer, Product(Permutation(TANH), SignFlip(TANH)), "exact"),
     (tanh_layer, Product(Permutation(TANH), SignFlip(TANH)), "importance"),
-    (mixture, Permutation({"weights": -1, "locs": -2, "scales": -1}), "exact"),
+    (components(4, 3, 5.0), COMPONENTS, "exact"),
 ]
 
 

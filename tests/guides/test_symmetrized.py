@@ -6,6 +6,7 @@ Covers guides.capture, guides.density, guides.pyro_guides and guides.symmetrized
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import math
 import pickle
@@ -26,7 +27,6 @@ from pyro.infer import (
     TraceEnum_ELBO,
     TraceGraph_ELBO,
     TraceMeanField_ELBO,
-    config_enumerate,
 )
 from pyro.infer.autoguide import (
     AutoDelta,
@@ -57,6 +57,8 @@ from pyro_sym import (
 )
 from pyro_sym.guides import average
 from pyro_sym.guides.average import OneBlock
+from tests import catalogue
+from tests.catalogue import normals
 from tests.conftest import Z_LIMIT
 
 Guide = Callable[..., Any]
@@ -91,13 +93,7 @@ def constrained(y: Tensor, size: int | None = None) -> None:
         pyro.sample("y", dist.MixtureSameFamily(allocation, components), obs=y[rows])
 
 
-@config_enumerate
-def enumerated(y: Tensor) -> None:
-    with pyro.plate("components", K):
-        locs = pyro.sample("locs", dist.Normal(0.0, 2.0))
-    with pyro.plate("data", len(y)):
-        z = pyro.sample("z", dist.Categorical(torch.ones(K)))
-        pyro.sample("y", dist.Normal(locs[z], 1.0), obs=y)
+enumerated = functools.partial(catalogue.mixture, k=K, scale=2.0, equal_weights=True)
 
 
 def fit(
@@ -386,8 +382,7 @@ def test_a_symmetrised_guide_can_be_part_of_a_list() -> None:
 
 @pytest.mark.usefixtures("float64")
 def test_uniform_elements_bracket_the_gain() -> None:
-    def model() -> None:
-        pyro.sample("w", dist.Normal(torch.zeros(8), 10.0).to_event(1))
+    model = normals({"w": (8,)}, 10.0)
 
     base = AutoDiagonalNormal(model, init_loc_fn=lambda site: 10 * torch.arange(8.0), init_scale=1.0)
     guide = AutoSymmetrized(base, Permutation({"w": -1}), estimator="uniform", num_elements=8)
@@ -525,8 +520,7 @@ def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="num_elements=1"):
         AutoSymmetrized(AutoNormal(locations), SWAP, num_elements=1)
 
-    def wide() -> None:
-        pyro.sample("w", dist.Normal(torch.zeros(30), 1.0).to_event(1))
+    wide = normals({"w": (30,)})
 
     with pytest.raises(SymmetryError, match="would enumerate"):
         AutoSymmetrized(AutoNormal(wide), Permutation({"w": -1}), estimator="exact")()
@@ -535,8 +529,7 @@ def test_bad_settings_are_refused() -> None:
 def test_gains_of_large_densities_keep_their_digits() -> None:
     """In single precision, with tens of thousands of nats on either side of the difference."""
 
-    def model() -> None:
-        pyro.sample("w", dist.Normal(torch.zeros(20, 800), 100.0).to_event(2))
+    model = normals({"w": (20, 800)}, 100.0)
 
     def init(site: Any) -> Tensor:
         return 1e-3 * torch.arange(20.0).unsqueeze(-1).expand(20, 800)

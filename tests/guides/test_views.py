@@ -32,6 +32,7 @@ from pyro_sym.guides.average_by_blocks import BlocksOfDensity, BlocksOfNormals
 from pyro_sym.orbit.enumeration import enumerated
 from pyro_sym.symmetry.base import leaves
 from pyro_sym.symmetry.flat import flatten, nest
+from tests.catalogue import normals
 from tests.conftest import Z_LIMIT
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -47,10 +48,7 @@ NETWORK = Viewed(Product(Permutation(CHANNELS), Permutation(HIDDEN), SignFlip(HI
 CONVOLUTION = Viewed(Permutation(CHANNELS), FLATTENED)
 SIGNED = Viewed(Product(Permutation(CHANNELS), SignFlip(CHANNELS)), FLATTENED)
 
-
-def model() -> None:
-    for name, shape in SHAPES.items():
-        pyro.sample(name, dist.Normal(torch.zeros(shape), 1.0).to_event(len(shape)))
+model = normals(SHAPES)
 
 
 def scattered(site: Any) -> Tensor:
@@ -249,8 +247,7 @@ def test_exports_name_the_members_inside() -> None:
 @pytest.mark.parametrize("trivial", [Product(), Viewed(Product(), {}), Permutation({"one": -1})])
 @pytest.mark.parametrize("estimator", ["auto", "exact", "importance", "uniform"])
 def test_the_trivial_group_is_worth_nothing_and_costs_nothing(trivial: Symmetry, estimator: Any) -> None:
-    def small() -> None:
-        pyro.sample("one", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+    small = normals({"one": (1,)})
 
     guide = AutoSymmetrized(AutoNormal(small, init_loc_fn=init_to_mean), trivial, estimator=estimator)
     gain = guide.symmetry_gain(num_samples=5)

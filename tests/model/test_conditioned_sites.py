@@ -18,6 +18,7 @@ from pyro_sym import AutoSymmetrized, Permutation, find_symmetry
 from pyro_sym.errors import NoDensityError
 from pyro_sym.model.conditioned_sites import fixed_parameters
 from pyro_sym.model.program import Program, is_data, is_deterministic, traced
+from tests.catalogue import normals
 
 Y = torch.cat([torch.linspace(-4.0, -2.0, 6), torch.linspace(2.0, 4.0, 6)])
 
@@ -79,10 +80,7 @@ def test_a_density_in_a_delta_is_a_factor() -> None:
     values = {"z": torch.tensor(0.7)}
     assert torch.equal(Program(model, (False,)).log_joint(values), Program(model, (True,)).log_joint(values))
 
-    def vector() -> None:
-        pyro.sample("v", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-
-    split = poutine.reparam(vector, {"v": SplitReparam([1, 2], -1)})
+    split = poutine.reparam(normals({"v": (3,)}), {"v": SplitReparam([1, 2], -1)})
     parts = {"v_split_0": torch.tensor([0.3]), "v_split_1": torch.tensor([1.0, -2.0])}
     expected = dist.Normal(0.0, 1.0).log_prob(torch.tensor([0.3, 1.0, -2.0])).sum()
     assert torch.allclose(Program(split).log_joint(parts), expected, rtol=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_sym.model.potential import Potential
+from tests.catalogue import mixture, normal_mean_and_scale
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -37,13 +39,7 @@ def constrained_model() -> None:
     pyro.sample("y", dist.Normal(mean, scale).to_event(1), obs=torch.tensor([0.3, 1.2]))
 
 
-def mixture_model() -> None:
-    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(2)))
-    with pyro.plate("components", 2):
-        locs = pyro.sample("locs", dist.Normal(0.0, 3.0))
-    with pyro.plate("rows", 5):
-        z = pyro.sample("z", dist.Categorical(weights))
-        pyro.sample("y", dist.Normal(locs[z], 1.0), obs=torch.tensor([-2.0, -1.0, 0.0, 1.0, 5.0]))
+mixture_model = functools.partial(mixture, torch.tensor([-2.0, -1.0, 0.0, 1.0, 5.0]), k=2)
 
 
 def scaled_and_masked_model() -> None:
@@ -105,26 +101,11 @@ def test_gradient_is_taken_under_no_grad_too() -> None:
     torch.testing.assert_close(gradient, expected)
 
 
-def subsampled_model(rows: int | None, data: Tensor) -> None:
-    loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
-    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
-    with pyro.plate("rows", len(data), subsample_size=rows) as index:
-        pyro.sample("y", dist.Normal(loc, scale), obs=data[index])
-
-
-def mixture_subsampled(rows: int | None, data: Tensor) -> None:
-    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(2)))
-    locs = pyro.sample("locs", dist.Normal(torch.zeros(2), 3.0).to_event(1))
-    with pyro.plate("rows", len(data), subsample_size=rows) as index:
-        z = pyro.sample("z", dist.Categorical(weights))
-        pyro.sample("y", dist.Normal(locs[z], 1.0), obs=data[index])
-
-
 def index_grid(rows: Any, columns: Any) -> tuple[Tensor, Tensor]:
     return rows[:, None], columns
 
 
-def nested_model(size: int | None, data: Tensor) -> None:
+def nested_model(data: Tensor, size: int | None) -> None:
     """Two nested subsampled plates (crossed index sets), one of them also around a site of its own."""
     loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
@@ -134,7 +115,7 @@ def nested_model(size: int | None, data: Tensor) -> None:
             pyro.sample("y", dist.Normal(loc, scale), obs=data[index_grid(row, column)])
 
 
-def crossed_model(size: int | None, data: Tensor) -> None:
+def crossed_model(data: Tensor, size: int | None) -> None:
     """Two subsampled plates beside each other, crossed by a third site."""
     loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
@@ -151,17 +132,17 @@ def crossed_model(size: int | None, data: Tensor) -> None:
 @pytest.mark.parametrize(
     ("model", "shape", "count"),
     [
-        (subsampled_model, (5,), 2),
-        (mixture_subsampled, (5,), 2),
+        (normal_mean_and_scale, (5,), 2),
+        (functools.partial(mixture, k=2), (5,), 2),
         (nested_model, (4, 3), 2),
         (crossed_model, (4, 3), 2),
     ],
 )
 def test_minibatches_are_unbiased(
-    model: Callable[[int | None, Tensor], None], shape: tuple[int, ...], count: int
+    model: Callable[[Tensor, int | None], None], shape: tuple[int, ...], count: int
 ) -> None:
     data = torch.randn(shape)
-    full, part = Potential(model, (None, data)), Potential(model, (count, data))
+    full, part = Potential(model, (data, None)), Potential(model, (data, count))
     position = full.flatten(full.initial())
     plates = part.program.plates
     assert len(plates) == len(shape) and not full.program.plates
@@ -232,7 +213,7 @@ def test_supports_that_move_are_refused() -> None:
 
 
 def test_missing_indices_and_values_are_named() -> None:
-    potential = Potential(subsampled_model, (2, torch.randn(5)))
+    potential = Potential(normal_mean_and_scale, (torch.randn(5), 2))
     with pytest.raises(ValueError, match="plate 'rows' shows 2 of 5 rows and has no indices"):
         potential(potential.initial())
 
@@ -276,7 +257,7 @@ def test_initial_looks_at_the_gradient() -> None:
 
 def test_construction_leaves_the_generator_alone() -> None:
     before = torch.get_rng_state()
-    Potential(subsampled_model, (2, torch.ones(5)))
+    Potential(normal_mean_and_scale, (torch.ones(5), 2))
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pyro
@@ -12,25 +13,13 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_sym.model.program import Program
+from tests import catalogue
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 Y = torch.tensor([-1.0, 0.2, 0.9, 2.0, 3.1])
 
-
-def mixture(y: Tensor, size: int | None = None, enumerate_z: bool = True) -> None:
-    with pyro.plate("components", 2):
-        locs = pyro.sample("locs", dist.Normal(0.0, 2.0))
-    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(2)))
-    with pyro.plate("data", len(y), subsample_size=size) as rows:
-        if enumerate_z:
-            z = pyro.sample("z", dist.Categorical(weights))
-            pyro.sample("y", dist.Normal(locs[z], 1.0), obs=y[rows])
-        else:
-            pyro.sample(
-                "y", dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, 1.0)), obs=y[rows]
-            )
-
+mixture = functools.partial(catalogue.mixture, k=2, scale=2.0)
 
 VALUES = {
     "locs": torch.tensor([-0.5, 1.5], dtype=torch.float64),
@@ -42,7 +31,7 @@ VALUES = {
 def test_summing_sites_out_equals_the_marginal_model(size: int | None) -> None:
     indices = {} if size is None else {"data": torch.tensor([3, 1])}
     summed = Program(mixture, (Y.double(), size))
-    marginal = Program(mixture, (Y.double(), size), {"enumerate_z": False})
+    marginal = Program(mixture, (Y.double(), size), {"allocations": False})
     assert summed.enumerated == ("z",) and marginal.enumerated == ()
     assert set(summed.log_joint_terms(VALUES, indices)) == {"locs", "weights", "z+y"}
     assert torch.allclose(

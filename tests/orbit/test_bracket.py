@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer.autoguide import AutoNormal
@@ -17,6 +15,7 @@ from pyro_sym.guides import average
 from pyro_sym.orbit import bracket as module
 from pyro_sym.orbit.bracket import bracket
 from pyro_sym.orbit.permanent import log_permanent
+from tests.catalogue import normals
 from tests.conftest import Z_LIMIT
 from tests.orbit.test_guided_permutations import gaussian_pairs
 
@@ -55,8 +54,7 @@ def test_deterministic_halves_win_where_sampled_ones_are_poor(monkeypatch: pytes
 
 
 def test_a_gain_in_chunks_is_the_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    def model() -> None:
-        pyro.sample("w", dist.Normal(torch.zeros(12, 2), 3.0).to_event(2))
+    model = normals({"w": (12, 2)}, 3.0)
 
     locs = 2 * torch.randn(12, 2)
 

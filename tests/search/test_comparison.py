@@ -1,4 +1,7 @@
-"""What is more than rounding: near misses at all scales, in both precisions; symmetries that lose digits."""
+"""What is more than rounding: near misses at all scales, in both precisions; symmetries that lose digits.
+
+Covers also `model.double_precision`.
+"""
 
 from __future__ import annotations
 

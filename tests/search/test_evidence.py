@@ -1,4 +1,7 @@
-"""Groups are tried on all rows, and products and their members on the same evidence."""
+"""Groups are tried on all rows, and products and their members on the same evidence.
+
+Covers also `model.all_rows`.
+"""
 
 from __future__ import annotations
 

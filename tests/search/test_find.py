@@ -35,7 +35,7 @@ from pyro_sym import (
 from pyro_sym.model.program import Program
 from pyro_sym.search import find, minimal_sets
 from pyro_sym.search.networks_in_model import networks
-from tests.catalogue import MIXTURE, mixture
+from tests.catalogue import MIXTURE, mixture, normals, random_joint
 from tests.search.models import (
     CASES,
     INPUTS,
@@ -224,9 +224,7 @@ def test_small_differences_are_not_drowned_by_many_data() -> None:
 
 
 def test_a_sign_is_not_named_twice() -> None:
-    def model() -> None:
-        pyro.sample("w", dist.Normal(zeros(3, 1), 1.0).to_event(2))
-
+    model = normals({"w": (3, 1)}, dtype=torch.float64)
     assert repr(find_symmetry(model)) == "Product(Permutation({'w': -2}), SignFlip({'w': -2}))"
 
 
@@ -258,10 +256,6 @@ def test_a_search_that_is_cut_short_names_what_is_left(monkeypatch: pytest.Monke
 
 
 def test_models_without_symmetries_to_find_are_refused() -> None:
-    def random_joint() -> None:
-        w = pyro.sample("w", dist.Normal(zeros(3), 1.0).to_event(1))
-        pyro.factor("noise", torch.randn(()) + w.sum())
-
     def observed() -> None:
         pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.tensor(1.0))
 

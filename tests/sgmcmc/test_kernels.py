@@ -28,6 +28,8 @@ from pyro_sym.sgmcmc.chains import Chains
 from pyro_sym.sgmcmc.overdamped import SGLD, LeimkuhlerMatthews
 from pyro_sym.sgmcmc.pyro_driver import StochasticGradientKernel
 from pyro_sym.sgmcmc.underdamped import BAOA, SGHMC
+from tests.catalogue import normal_mean, normals
+from tests.catalogue import real_and_positive as full_model
 from tests.conftest import FAILURE_RATE
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -40,11 +42,6 @@ def mixed_model(data: Tensor) -> None:
     loc = pyro.sample("loc", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     with pyro.plate("rows", len(data), subsample_size=5) as rows:
         pyro.sample("y", dist.Normal(loc.sum() + weights[..., 0], scale), obs=data[rows])
-
-
-def full_model() -> None:
-    pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    pyro.sample("a", dist.LogNormal(0.0, 1.0))
 
 
 # Picklable whatever the name that pytest gave this module.
@@ -125,13 +122,6 @@ def test_no_random_number_is_consumed_at_zero_temperature(temperature: float, co
 ROWS, DIMS, SPREAD = 64, 40, 0.5
 
 
-def conjugate_model(data: Tensor, subsample_size: int | None) -> None:
-    """As many independent conjugate normals as there are columns."""
-    mean = pyro.sample("mean", dist.Normal(torch.zeros(DIMS), 1.0).to_event(1))
-    with pyro.plate("rows", ROWS, subsample_size=subsample_size) as rows:
-        pyro.sample("y", dist.Normal(mean, 1.0).to_event(1), obs=data[rows])
-
-
 @functools.cache
 def conjugate_data() -> Tensor:
     """Columns of variance SPREAD**2, exactly, whose deviations are orthogonal: minibatch noise is alike in
@@ -153,8 +143,8 @@ def conjugate_statistics(
     """Errors of the time averages a dimension; the exact variance, and its part due to minibatches."""
     h, friction = 0.0877, 6.0
     data = conjugate_data()
-    kernel = BAOA(conjugate_model, step_size=h, friction=friction, temperature=temperature, thinning=2)
-    draws = run(kernel, 400, data, subsample_size, warmup_steps=50, seed=7).get_samples()["mean"]
+    kernel = BAOA(normal_mean, step_size=h, friction=friction, temperature=temperature, thinning=2)
+    draws = run(kernel, 400, data, subsample_size, warmup_steps=50, seed=7).get_samples()["loc"]
     precision = 1.0 + ROWS
     mean = data.sum(0) / precision
     c, x = math.exp(-friction * h), h**2 * precision
@@ -201,8 +191,7 @@ def test_conjugate_posterior_check_has_power(temperature: float, subsample_size:
 def test_momenta_start_at_the_temperature(temperature: float) -> None:
     size = 20_000
 
-    def model() -> None:
-        pyro.sample("x", dist.Normal(torch.zeros(size), 1.0).to_event(1))
+    model = normals({"x": (size,)})
 
     momenta = []
     kernel = BAOA(model, step_size=1e-8, friction=1e-8, temperature=temperature)
@@ -412,7 +401,10 @@ def test_scheduled_step_size_moves_the_chain_by_it() -> None:
     """The first step at T = 0 from rest is -h^2/2 (1 + c) times the gradient, with the step size at step
     0."""
     kernel = BAOA(
-        full_model, step_size=lambda step: 0.1 if step == 0 else 9.0, friction=math.inf, temperature=0.0
+        full_model,
+        step_size=lambda step: 0.1 if step == 0 else 9.0,
+        friction=math.inf,
+        temperature=0.0,
     )
     kernel.initial_params = {"a": torch.tensor(0.0), "b": torch.tensor([2.0, -4.0])}
     kernel.setup(0)
@@ -599,9 +591,7 @@ def test_a_log_probability_that_is_not_finite_is_reported_with_its_site() -> Non
 
 
 def test_a_step_size_beyond_stability_ends_in_an_error_that_says_so() -> None:
-    def model() -> None:
-        pyro.sample("fine", dist.Normal(0.0, 1e6))
-        pyro.sample("steep", dist.Normal(0.0, 0.01))
+    model = normals({"fine": (), "steep": ()}, {"fine": 1e6, "steep": 0.01})
 
     with pytest.raises(DivergenceError, match=r"of site 'steep' is not finite; lower step_size \(1 at"):
         run(BAOA(model, step_size=1.0), 1000)

@@ -5,19 +5,18 @@ Covers ``progress``, ``ladder`` and ``control_variate`` and, of draws, ``summari
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer.mcmc.util import diagnostics as pyro_diagnostics
 from pyro.infer.mcmc.util import print_summary
 from pyro.ops.stats import hpdi
-from torch import Tensor
 
 from pyro_sym.errors import DivergenceError
 from pyro_sym.export.api import from_pyro
@@ -32,18 +31,15 @@ from pyro_sym.sgmcmc.progress import Bar, Progress
 from pyro_sym.sgmcmc.pyro_driver import StochasticGradientKernel
 from pyro_sym.sgmcmc.underdamped import BAOA, SGHMC
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC, deep_ensemble
+from tests.catalogue import normals, quartic, slope
+from tests.catalogue import real_and_positive as model
 from tests.sgmcmc.test_vectorized import STARTS
-from tests.sgmcmc.test_vectorized import full_model as model
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 ALL_KERNELS = [SGLD, LeimkuhlerMatthews, SGHMC, BAOA, SGNHT]
 
-
-def regression(x: Tensor, y: Tensor) -> None:
-    slope = pyro.sample("slope", dist.Normal(torch.tensor(0.0), 1.0))
-    with pyro.plate("rows", len(x), subsample_size=5) as rows:
-        pyro.sample("y", dist.Normal(slope * x[rows], 1.0), obs=y[rows])
+regression = functools.partial(slope, size=5)
 
 
 def sampler(kernel: StochasticGradientKernel, num_samples: int = 10, **options: Any) -> VectorizedMCMC:
@@ -53,9 +49,7 @@ def sampler(kernel: StochasticGradientKernel, num_samples: int = 10, **options: 
 
 # --- tables of no draws, and of few -------------------------------------------------------------------------
 
-
-def narrow() -> None:
-    pyro.sample("x", dist.Normal(0.0, 1e-3))
+narrow = normals({"x": ()}, 1e-3)
 
 
 def refused(mcmc: VectorizedMCMC, why: str) -> None:
@@ -127,13 +121,9 @@ def test_tables_are_pyros(capsys: pytest.CaptureFixture[str]) -> None:
 def test_tables_leave_out_what_diverged(capsys: pytest.CaptureFixture[str]) -> None:
     """Chain 1 starts where no step is small enough, and is NaN from its first draws on."""
 
-    def quartic() -> None:
-        x = pyro.sample("x", dist.Normal(0.0, 1.0))
-        pyro.factor("wall", -x.pow(4))
-
     starts = {"x": torch.tensor([0.1, 300.0, 0.2])}
     mcmc = sampler(
-        BAOA(quartic, step_size=0.1), 20, num_chains=3, on_divergence="mask", initial_params=starts
+        BAOA(quartic(), step_size=0.1), 20, num_chains=3, on_divergence="mask", initial_params=starts
     )
     mcmc.run()
     assert list(mcmc.diverged) == [1]
@@ -158,15 +148,13 @@ def test_tables_leave_out_what_diverged(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_table_of_chains_that_all_diverged_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    mcmc = sampler(BAOA(too_narrow, step_size=1e4), 5, num_chains=2, warmup_steps=9, on_divergence="mask")
+    mcmc = sampler(
+        BAOA(normals({"x": ()}, 1e-30), step_size=1e4), 5, num_chains=2, warmup_steps=9, on_divergence="mask"
+    )
     mcmc.run()
     mcmc.summary()
     row = capsys.readouterr().out.split("chain 0 diverged")[0].split("\n")[2]
     assert row.split() == ["x", *["nan"] * 7]
-
-
-def too_narrow() -> None:
-    pyro.sample("x", dist.Normal(0.0, 1e-30))
 
 
 def test_a_deep_ensemble_has_a_table(capsys: pytest.CaptureFixture[str]) -> None:

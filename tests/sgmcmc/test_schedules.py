@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 
@@ -19,6 +18,7 @@ from pyro_sym.sgmcmc.schedules import Constant, Cyclical, Polynomial
 from pyro_sym.sgmcmc.step_blocks import FusedSteps
 from pyro_sym.sgmcmc.underdamped import BAOA, SGHMC, baoa
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC
+from tests.catalogue import normals
 from tests.conftest import Z_LIMIT
 from tests.sgmcmc.test_dynamics import affine
 
@@ -138,10 +138,7 @@ def test_without_new_momenta_it_takes_longer() -> None:
 
 
 def normal(dims: int) -> Callable[[], None]:
-    def model() -> None:
-        pyro.sample("x", dist.Normal(torch.zeros(dims, dtype=torch.float64), 1.0).to_event(1))
-
-    return model
+    return normals({"x": (dims,)}, dtype=torch.float64)
 
 
 def cyclical_run(
@@ -149,7 +146,12 @@ def cyclical_run(
 ) -> VectorizedMCMC:
     pyro.set_rng_seed(1)
     thinning = options.pop("thinning", 5)
-    kernel = kind(normal(dims), step_size=cycle.step_size, temperature=cycle.temperature, **options)
+    kernel = kind(
+        normals({"x": (dims,)}, dtype=torch.float64),
+        step_size=cycle.step_size,
+        temperature=cycle.temperature,
+        **options,
+    )
     mcmc = VectorizedMCMC(kernel, draws, 0, num_chains=2, thinning=thinning, disable_progbar=True)
     mcmc.run()
     return mcmc

@@ -26,6 +26,7 @@ from pyro_sym.sgmcmc.overdamped import SGLD
 from pyro_sym.sgmcmc.schedules import Cyclical
 from pyro_sym.sgmcmc.underdamped import BAOA, SGHMC
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC, deep_ensemble
+from tests.catalogue import normal_mean, normals, quartic
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -40,12 +41,6 @@ def run(kernel: Any, *args: Any, num_samples: int = 5, **options: Any) -> Vector
 # --- a bad start, or a run that diverges --------------------------------------------------------------------
 
 
-def quartic() -> None:
-    """Fine near 0 and explosive far out, where no reasonable step is small enough."""
-    x = pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    pyro.factor("wall", -x.pow(4).sum())
-
-
 FAR = {"x": torch.tensor([[0.1, 0.2], [300.0, 1.0]])}
 
 
@@ -53,24 +48,23 @@ FAR = {"x": torch.tensor([[0.1, 0.2], [300.0, 1.0]])}
 def test_a_start_is_blamed_where_others_stay_finite(kind: Any, step_size: float) -> None:
     starts = {"x": FAR["x"].double()}
     with pytest.raises(DivergenceError, match=r"chain 1.*the start is to blame") as error:
-        run(kind(quartic, step_size=step_size), num_samples=200, num_chains=2, initial_params=starts)
+        run(kind(quartic(2), step_size=step_size), num_samples=200, num_chains=2, initial_params=starts)
     message = str(error.value)
     assert "potential energy is 8.1e+09" in message and "site 'x' (= 300, 1)" in message
     assert "init_strategy=init_to_median" in message and "lower step_size" not in message
-    cured = kind(quartic, step_size=step_size, init_strategy=init_to_median)
+    cured = kind(quartic(2), step_size=step_size, init_strategy=init_to_median)
     run(cured, num_samples=200, num_chains=2)  # the cure of the message
 
 
 def test_one_chain_and_one_temperature_each_are_tried_too() -> None:
     with pytest.raises(DivergenceError, match=r"^step \d+.*the start is to blame"):
-        run(BAOA(quartic, step_size=0.05), initial_params={"x": FAR["x"].double()[1:]})
-    kernel = BAOA(quartic, step_size=0.05, temperature=[0.0, 1.0])
+        run(BAOA(quartic(2), step_size=0.05), initial_params={"x": FAR["x"].double()[1:]})
+    kernel = BAOA(quartic(2), step_size=0.05, temperature=[0.0, 1.0])
     with pytest.raises(DivergenceError, match=r"chain 1.*the start is to blame"):
         run(kernel, num_chains=2, initial_params={"x": FAR["x"].double()})
 
 
-def narrow() -> None:
-    pyro.sample("x", dist.Normal(0.0, 1e-3))
+narrow = normals({"x": ()}, 1e-3)
 
 
 def test_a_step_size_too_large_is_still_the_step_size() -> None:
@@ -84,7 +78,7 @@ def test_a_step_size_too_large_is_still_the_step_size() -> None:
 def test_no_start_is_blamed_long_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bad_start, "EARLY", 0)
     with pytest.raises(DivergenceError, match="lower step_size"):
-        run(BAOA(quartic, step_size=0.05), num_chains=2, initial_params={"x": FAR["x"].double()})
+        run(BAOA(quartic(2), step_size=0.05), num_chains=2, initial_params={"x": FAR["x"].double()})
 
 
 def test_looking_for_the_cause_draws_no_random_numbers() -> None:
@@ -93,7 +87,7 @@ def test_looking_for_the_cause_draws_no_random_numbers() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(bad_start, "EARLY", early)
             with pytest.raises(DivergenceError):
-                run(BAOA(quartic, step_size=0.05), num_chains=2, initial_params={"x": FAR["x"].double()})
+                run(BAOA(quartic(2), step_size=0.05), num_chains=2, initial_params={"x": FAR["x"].double()})
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
 
@@ -312,16 +306,11 @@ def test_nan_under_a_mask_is_named_as_the_cause(model: Any, given: Any, validate
 
 
 def test_nan_without_a_mask_is_not_blamed_on_one() -> None:
-    def model(y: Tensor) -> None:
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        with pyro.plate("n", 3):
-            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
-
     with (
         pyro.validation_enabled(False),
         pytest.raises(ValueError, match="site 'y'") as error,
     ):
-        run(BAOA(model, step_size=0.1), Y)
+        run(BAOA(normal_mean, step_size=0.1), Y)
     assert "mask" not in str(error.value)
 
 

@@ -30,14 +30,11 @@ from pyro_sym.sgmcmc.pyro_driver import StochasticGradientKernel
 from pyro_sym.sgmcmc.thermometers import kinetic_band
 from pyro_sym.sgmcmc.underdamped import BAOA, SGHMC
 from pyro_sym.sgmcmc.vectorized import VectorizedMCMC, deep_ensemble
+from tests.catalogue import normals, slope
+from tests.catalogue import real_and_positive as full_model
 from tests.conftest import Z_LIMIT
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def full_model() -> None:
-    pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    pyro.sample("a", dist.LogNormal(0.0, 1.0))
 
 
 def regression(x: Tensor, y: Tensor, subsample_size: int | None = 5) -> None:
@@ -141,8 +138,7 @@ def test_large_chains_one_after_the_other_are_the_same(monkeypatch: pytest.Monke
 def peak_of(num_chains: int, **options: Any) -> int:
     """Bytes that a run had allocated at most, its one draw a chain included."""
 
-    def model() -> None:
-        pyro.sample("w", dist.Normal(torch.zeros(20_000), 1.0).to_event(1))
+    model = normals({"w": (20_000,)})
 
     kernel = BAOA(model, step_size=0.1, thinning=3)
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -262,10 +258,7 @@ def test_control_variates_centred_elsewhere_stay_unbiased() -> None:
 
 # --- preconditioners, temperatures --------------------------------------------------------------------------
 
-
-def scaled_model() -> None:
-    pyro.sample("wide", dist.Normal(torch.zeros(400), 10.0).to_event(1))
-    pyro.sample("narrow", dist.Normal(torch.zeros(400), 0.1).to_event(1))
+scaled_model = normals({"wide": (400,), "narrow": (400,)}, {"wide": 10.0, "narrow": 0.1})
 
 
 @pytest.mark.parametrize("kind", [SGHMC, BAOA, SGNHT])
@@ -445,13 +438,8 @@ def test_a_deep_ensemble_is_the_optimiser_and_warm_it_is_a_sampler() -> None:
     data = x, 2 * x
     options: dict[str, Any] = {"num_members": 200, "num_steps": 400, "lr": 0.2, "num_data": 40}
 
-    def known(x: Tensor, y: Tensor) -> None:
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        with pyro.plate("rows", len(x)):
-            pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
-
-    cold = deep_ensemble(known, *data, **options).get_samples()["w"]
-    warm = deep_ensemble(known, *data, temperature=1.0, **options).get_samples()["w"]
+    cold = deep_ensemble(slope, *data, **options).get_samples()["slope"]
+    warm = deep_ensemble(slope, *data, temperature=1.0, **options).get_samples()["slope"]
     precision = 1 + x.square().sum()
     mode = 2 * x.square().sum() / precision
     torch.testing.assert_close(cold, mode.expand(200), rtol=0, atol=1e-6)

@@ -1,4 +1,7 @@
-"""Group laws of every symmetry, over random groups, shapes and batches."""
+"""Group laws of every symmetry, over random groups, shapes and batches.
+
+Covers also `symmetry.base`, `symmetry.elementary`, `symmetry.product` and `symmetry.viewed`.
+"""
 
 from __future__ import annotations
 
