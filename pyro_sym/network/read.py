@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -18,6 +18,7 @@ from pyro_sym.errors import SymmetryError
 from pyro_sym.network.aten_rules import RULES, STRUCTURAL, Operand, Operation, pointwise
 from pyro_sym.network.atoms import Atoms, Axis, Factor
 from pyro_sym.symmetry.elementary import Permutation, SignFlip
+from pyro_sym.symmetry.order import null_space
 
 __all__ = ["Factors", "Traced", "trace"]
 
@@ -27,21 +28,13 @@ Factors = dict[str, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True)
 class Traced:
-    """The symmetries read from the graph of a module.
+    """The symmetries read from the graph of a module."""
 
-    Attributes:
-        shapes: the factors of the axes of all parameters and buffers that move.
-        members: the permutations and sign flips that move them.
-        pinned: by (cause, number of units), the axes whose order an operation fixes.
-        failed: by operation and module, the error that its rule raised.
-        dtypes: of the floating-point tensors in the graph.
-    """
-
-    shapes: Factors
+    shapes: Factors  # of all parameters and buffers that move
     members: list[Permutation | SignFlip]
-    pinned: dict[tuple[str, int], list[str]]
-    failed: dict[str, Exception]
-    dtypes: frozenset[torch.dtype]
+    pinned: dict[tuple[str, int], list[str]]  # by (cause, number of units): axes whose order is fixed
+    failed: dict[str, Exception]  # by operation and module, the error that its rule raised
+    dtypes: frozenset[torch.dtype]  # of the floating-point tensors in the graph
 
 
 FILLS = {"zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones": 1.0, "ones_like": 1.0, "new_ones": 1.0}
@@ -56,10 +49,7 @@ MAX_COMBINED = 8  # all combinations are tried of up to so many independent sign
 
 def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """The symmetries of a module in eval mode, on factors of the axes of its parameters and buffers."""
-    with (
-        warnings.catch_warnings(),
-        torch.enable_grad(),
-    ):  # without gradients, attention is fused
+    with warnings.catch_warnings(), torch.enable_grad():  # without gradients, attention is fused
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(module, args, kwargs, strict=False).run_decompositions()
@@ -97,7 +87,8 @@ class _Walk:
         self.used = {self._first_name(node) for node in program.graph.nodes if node.users}
         for node in program.graph.nodes:
             self.atoms.cause = ""  # inputs and outputs are no hidden units
-            self.dtypes |= _floating(node)
+            floating = [v for v in _values(node) if isinstance(v, Tensor) and v.is_floating_point()]
+            self.dtypes |= {value.dtype for value in floating}
             if node.op == "placeholder":
                 self.results[node] = self._input(node)
             elif node.op == "output":
@@ -114,14 +105,13 @@ class _Walk:
     def _input(self, node: fx.Node) -> list[Operand]:
         name = self._first_name(node)
         if name is None:
-            self.atoms.cause = (
-                f"a constant, {self.constants[node.name]}" if node.name in self.constants else ""
-            )
+            constant = self.constants.get(node.name)
+            self.atoms.cause = f"a constant, {constant}" if constant else ""
             return self._pinned(node)
         if name not in self.state:
             is_buffer = name in self.buffers
             movable = (node.users and _is_statistic(node)) if is_buffer else name in self.used
-            self.atoms.cause = f"buffer {name}" if name in self.buffers else ""
+            self.atoms.cause = f"buffer {name}" if is_buffer else ""
             (self.state[name],) = self._movable(name, node) if movable else self._pinned(node)
         return [self.state[name]]
 
@@ -177,8 +167,7 @@ class _Walk:
             found = []
         if not found:
             self._pin_arguments(node)
-            return self._pinned(node)
-        return found
+        return found or self._pinned(node)
 
     def _by_rule(self, node: fx.Node) -> list[Operand]:
         """The results of an operation, or only the first ones; empty if it has no rule."""
@@ -191,18 +180,14 @@ class _Walk:
         arguments |= dict(zip((a.name for a in operands), node.args, strict=False)) | node.kwargs
         op = Operation(self.atoms, name, tree_map(self._operand, arguments), shapes[0])
 
-        elementwise = (
-            torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
-        )
+        tags, structural = target.tags, name in STRUCTURAL
+        elementwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
         fill = FILLS[name] if name in FILLS else op[FILLED[name]] if name in FILLED else None
         if isinstance(fill, int | float):
             return [Operand(shape, (), float(fill)) for shape in shapes]
-        if (
-            op.operands
-            and all(x.fill is not None for x in op.operands)
-            and (elementwise or name in STRUCTURAL)
-        ):
-            kept = op.operands[0].fill if name in STRUCTURAL else math.nan
+        constant = op.operands and all(x.fill is not None for x in op.operands)
+        if constant and (elementwise or structural):
+            kept = op.operands[0].fill if structural else math.nan
             return [Operand(shape, (), kept) for shape in shapes]
         rule = RULES.get(name, pointwise if elementwise else None)
         if rule is None:
@@ -298,11 +283,15 @@ def _merge(atoms: Atoms, axis: Iterable[Factor], moving: set[int]) -> list[tuple
     return merged or [(-1, 1)]
 
 
+def _values(node: fx.Node) -> Sequence[Any]:
+    """The results of a node, as export has recorded them."""
+    value = node.meta.get("val")
+    return value if isinstance(value, tuple | list) else [value]
+
+
 def _shapes(node: fx.Node) -> list[tuple[int, ...]]:
     """The shapes of a node's results; ``()`` for a result that is no tensor."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else [value]
-    shapes = [tuple(v.shape) if isinstance(v, Tensor) else () for v in values]
+    shapes = [tuple(value.shape) if isinstance(value, Tensor) else () for value in _values(node)]
     for size in (size for shape in shapes for size in shape):
         if not isinstance(size, int):
             raise SymmetryError(
@@ -325,13 +314,6 @@ def _place(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path, _ = list(stack.values())[-1] if stack else ("", None)
     return f"{name} in {path}" if path else name
-
-
-def _floating(node: fx.Node) -> set[torch.dtype]:
-    """The floating-point dtypes of a node's results."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else [value]
-    return {v.dtype for v in values if isinstance(v, Tensor) and v.dtype.is_floating_point}
 
 
 def _is_statistic(buffer: fx.Node) -> bool:

@@ -6,7 +6,6 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -161,13 +160,9 @@ class NetworkSymmetry(Viewed):
 
     def _moved(self, site: str, axis: int) -> str:
         """A factor of an axis in the notation of the table."""
-        factors = self.shapes[site]
-        axis += sum(map(len, factors))
-        k = 0
-        while axis >= len(factors[k]):
-            axis -= len(factors[k])
-            k += 1
-        sizes = [f"({n})" if i == axis else str(n) for i, n in enumerate(factors[k])]
+        where = [(k, i) for k, factors in enumerate(self.shapes[site]) for i in range(len(factors))]
+        k, moved = where[axis]
+        sizes = [f"({n})" if i == moved else str(n) for i, n in enumerate(self.shapes[site][k])]
         within = f": {'·'.join(sizes)}" if len(sizes) > 1 else ""
         return f"{site}[{k}{within}]{' (buffer)' * (site in self.buffers)}"
 
@@ -275,7 +270,7 @@ def _twin(
         reason = f"{type(error).__name__}: {error}"
         raise SymmetryError(f"{type(net).__name__} can't be copied ({reason})") from error
     twin = all_in_double(copied).requires_grad_(True).eval()
-    doubles = tree_map(partial(_mapped, to_double), (args, kwargs))
+    doubles = tree_map(_on_tensors(to_double), (args, kwargs))
     try:
         with default_dtype(torch.float64):
             output = twin(*doubles[0], **doubles[1])
@@ -283,7 +278,7 @@ def _twin(
     except Exception:
         # The network runs in its own precision only. An error of another kind is raised again below.
         twin = copy.deepcopy(net).to("cpu").requires_grad_(True).eval()
-        doubles = tree_map(partial(_mapped, lambda tensor: tensor.detach().cpu()), (args, kwargs))
+        doubles = tree_map(_on_tensors(lambda tensor: tensor.detach().cpu()), (args, kwargs))
         output = twin(*doubles[0], **doubles[1])
         dtype = torch.get_default_dtype()
     leaves = tree_leaves(output)
@@ -343,16 +338,15 @@ def _verified(
 
 
 def _not_the_identity(symmetry: Symmetry, values: dict[str, Tensor]) -> Element:
-    (neutral,) = symmetry.identity(values)
-    while True:
-        (element,) = symmetry.sample(values)
-        if not torch.equal(element, neutral):
-            return (element,)
+    element = (neutral,) = symmetry.identity(values)
+    while torch.equal(element[0], neutral):
+        element = symmetry.sample(values)
+    return element
 
 
 def _name(member: Symmetry, size: int) -> str:
     return f"S_{size}" if member.relabels else f"{{±1}}^{size}"
 
 
-def _mapped(convert: Callable[[Tensor], Tensor], leaf: Any) -> Any:
-    return convert(leaf) if isinstance(leaf, Tensor) else leaf
+def _on_tensors(convert: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+    return lambda leaf: convert(leaf) if isinstance(leaf, Tensor) else leaf

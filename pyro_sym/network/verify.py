@@ -15,14 +15,7 @@ from pyro_sym.symmetry.base import Symmetry, Values
 
 __all__ = ["Replay", "tolerance"]
 
-DROPOUTS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
+DROPOUTS = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout
 
 # Relative to the largest output. In float64, sums in another order differ by some 1e-15 of it.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2}
@@ -59,24 +52,22 @@ class Replay:
     def _repeats_in_training(self) -> bool:
         try:
             first, second = (self.outputs(self.values, True, seed) for seed in range(2))
+            if all(
+                torch.allclose(a, b, 0.0, 0.0, equal_nan=True) for a, b in zip(first, second, strict=True)
+            ):
+                return True
+            found = "its output is random, though its dropout modules are switched off"
         except (RuntimeError, ValueError, TypeError) as error:
-            warnings.warn(
-                f"the symmetries of {type(self.module).__name__} were verified in eval mode only; in train "
-                f"mode it raises {type(error).__name__}: {error}",
-                stacklevel=4,
-            )
-            return False
-        if all(torch.allclose(a, b, 0.0, 0.0, equal_nan=True) for a, b in zip(first, second, strict=True)):
-            return True
+            found = f"it raises {type(error).__name__}: {error}"
         warnings.warn(
             f"the symmetries of {type(self.module).__name__} were verified in eval mode only; in train mode "
-            "its output is random, though its dropout modules are switched off",
+            f"{found}",
             stacklevel=4,
         )
         return False
 
     def _randomize(self) -> None:
-        """Draw state and inputs: what is symmetric at zeros and ones need not be so in general."""
+        """Draw state and inputs, because a network may be symmetric at zeros and ones only."""
         own, given = self.values, self.inputs
         parameters = {name for name, _ in self.module.named_parameters()}
         generic = {name: _normal(t) if name in parameters else _shifted(t) for name, t in own.items()}
@@ -115,7 +106,7 @@ class Replay:
 
 
 def _normal(tensor: Tensor) -> Tensor:
-    """Normal weights that keep the scale of what they act on, and normal biases."""
+    """Normal weights that keep the scale of their inputs, and normal biases."""
     if not tensor.is_floating_point():
         return tensor
     fan_in = tensor.numel() / tensor.shape[0] if tensor.dim() > 1 else 1.0

@@ -149,14 +149,10 @@ def _joined(
     members: list[Symmetry], group: Symmetry, idle: list[Candidate], values: dict[str, Tensor]
 ) -> list[Symmetry]:
     """The members with one more, unless it repeats one of them or can't be in a product with them."""
-    if group.flips:
-        if _repeats(group, members, values):
-            return members
-        carriers = _carrying(group, members, idle)
-    else:
-        carriers = members
+    if group.flips and _repeats(group, members, values):
+        return members
     try:
-        return Product(*carriers, group).members
+        return Product(*_carrying(group, members, idle), group).members
     except SymmetryError:  # only some axes of a flip are permuted
         return members
 
@@ -183,20 +179,17 @@ def _read_off_networks(program: Program, evidence: Evidence) -> Iterator[Network
             yield subgroup(*kept)
 
 
-def _carrying(flip: Symmetry, members: list[Symmetry], idle: list[Candidate]) -> list[Symmetry]:
-    """The members, where the one permutation on whose axes the flip acts gets the idle axes of the flip."""
-    axes = {axis.site: axis.axes for axis in idle if axis.is_moved_by(flip)}
+def _carrying(group: Symmetry, members: list[Symmetry], idle: list[Candidate]) -> list[Symmetry]:
+    """The members, where the one permutation on whose axes a flip acts gets the idle axes of the flip."""
+    axes = {axis.site: axis.axes for axis in idle if axis.is_moved_by(group)}
     rides = [
-        member.relabels
-        and any(set(several) & set(flip.axes.get(site, ())) for site, several in member.axes.items())
+        member.relabels and any(set(on) & set(group.axes.get(site, ())) for site, on in member.axes.items())
         for member in members
     ]
     if not axes or sum(rides) != 1:
         return members
-    return [
-        Permutation({**member.axes, **axes}) if carries else member
-        for member, carries in zip(members, rides, strict=True)
-    ]
+    pairs = zip(members, rides, strict=True)
+    return [Permutation({**member.axes, **axes}) if carries else member for member, carries in pairs]
 
 
 def _repeats(flip: Symmetry, members: list[Symmetry], values: dict[str, Tensor]) -> bool:
