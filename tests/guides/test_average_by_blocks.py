@@ -1,6 +1,6 @@
 """Symmetrised guides on products of permutations and signs, and guides whose units are not independent.
 
-Covers also `guides.average` and `guides.choose`.
+Covers also `guides.average`, `guides.choose` and `guides.density`.
 """
 
 from __future__ import annotations

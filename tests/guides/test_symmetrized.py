@@ -1,7 +1,4 @@
-"""Symmetrised guides: the value of the ELBO under every Pyro ELBO, and what bad input gets.
-
-Covers also `guides.density`.
-"""
+"""Symmetrised guides: the value of the ELBO under every Pyro ELBO, and what bad input gets."""
 
 from __future__ import annotations
 
