@@ -153,8 +153,7 @@ class Uniform(OrbitAverage):
 class OneBlock(OrbitAverage):
     """A permanent, or a bound on it, for densities that factorise over the units of one permutation.
 
-    Attributes:
-        units: returns the matrix that pairs slots with units.
+    ``units`` returns the matrix that pairs slots with units.
     """
 
     units: LogRatios
@@ -184,12 +183,9 @@ class OneBlock(OrbitAverage):
 class PartlyOneBlock(OrbitAverage):
     """Importance sampling for sites of two kinds: the units of one are independent, those of the other not.
 
-    Elements are proposed by the sites of the first kind. The weights of a mixture are of the second kind:
-    their unconstrained coordinates are independent normals, but stick-breaking mixes the units.
-
-    Attributes:
-        units: returns the matrix that pairs slots with units, by sites of the first kind.
-        rest: the permutation of sites of the second kind.
+    Elements are proposed by sites of the first kind, whose slots and units ``units`` pairs; ``rest`` permutes
+    the others. The weights of a mixture are of the second kind: their unconstrained coordinates are
+    independent normals, but stick-breaking mixes the units.
     """
 
     units: LogRatios

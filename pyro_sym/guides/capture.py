@@ -24,14 +24,11 @@ __all__ = ["Capture", "Captured", "Draws", "InPlates"]
 
 @dataclass(frozen=True)
 class Captured:
-    """A latent site of a guide's call.
+    """A latent site of a guide's call, with the guide's own plates (``frames``) and scale.
 
-    Attributes:
-        value: the value drawn; dims of plates outside of the guide (particles) stand first.
-        fn: the distribution as the guide stated it, with its own mask, before plates outside expand it.
-        frames: the guide's own plates around the site.
-        local: whether one of them is subsampled; such sites are not hidden.
-        scale: the guide's own, a number or a tensor.
+    Dims of plates outside of the guide (particles) come first in ``value``. ``fn`` is the distribution as the
+    guide stated it, with its own mask, before plates outside expand it. ``local`` sites lie in a subsampled
+    plate and are not hidden.
     """
 
     value: Tensor
@@ -166,17 +163,7 @@ class Capture(Messenger):
         )
 
     def draws(self, native_dims: Mapping[str, int]) -> Draws:
-        """What was drawn, one row a particle.
-
-        Args:
-            native_dims: number of dims of one draw, by latent site.
-
-        Returns:
-            The draws, with their density.
-
-        Raises:
-            NoDensityError: if a hidden site depends on a site of the guide that is summed out.
-        """
+        """What was drawn, one row a particle; refuses sites that depend on a summed-out site."""
         fns = {name: site.fn for name, site in self.sites.items()}
         for name, site in self.sites.items():
             if not self.outer and site.value.dim() != native_dims[name]:
@@ -217,11 +204,7 @@ class Capture(Messenger):
         return own
 
     def refuse_uneven_weights_outside(self) -> None:
-        """Refuse scales and masks around the guide that tell its own entries apart.
-
-        Raises:
-            NoDensityError: if there is one. The guide's density comes as one number a particle.
-        """
+        """Refuse scales and masks around the guide that differ among its entries."""
         for shape, name in self.outer_weights.items():
             sizes = dict(zip(range(-len(shape), 0), shape, strict=True))
             if any(size > 1 and dim not in self.outer for dim, size in sizes.items()):

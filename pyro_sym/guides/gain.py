@@ -59,18 +59,7 @@ class SymmetryGain(NamedTuple):
 
 
 def reliable(again: Tensor, own: Tensor) -> Tensor:
-    """Which draws have the same density when it is computed again.
-
-    Args:
-        again: the log density computed from the draws' values.
-        own: the log density that the guide gave to them.
-
-    Returns:
-        A tensor of booleans of their shape.
-
-    Warns:
-        UserWarning: if some have not.
-    """
+    """Which draws have the same density when it is computed again from their values; warns of others."""
     good = agrees(again, own)
     if not good.all():
         off = float((again - own).abs().max())
@@ -88,15 +77,8 @@ def reliable(again: Tensor, own: Tensor) -> Tensor:
 def symmetry_gain(found: Bracket | None, good: Tensor, method: str, log_order: float) -> SymmetryGain:
     """The gain from bounds of the log orbit average, relative to the guide's own density.
 
-    Args:
-        found: the bounds at good draws, in their order; ``None`` without any.
-        good: which draws these are. Of others no more is known than that the gain is between 0 and
-            ``log_order``.
-        method: the name of the estimator.
-        log_order: the logarithm of the order of the group.
-
-    Returns:
-        The means over all draws.
+    ``found`` has the bounds at the ``good`` draws, in their order; ``None`` without any. Of other draws only
+    that the gain is between 0 and ``log_order`` is known.
     """
     lower = torch.zeros(good.shape, dtype=torch.double, device=good.device)
     upper = torch.full_like(lower, log_order)

@@ -26,11 +26,7 @@ NUM_IMAGES = 4
 
 @dataclass(frozen=True)
 class PairFactors:
-    """Pairs slots and units by what the guide drew its sites from.
-
-    Attributes:
-        units: where the units of the moved sites lie.
-    """
+    """Pairs slots and units by what the guide drew its sites from; ``units`` is where the units lie."""
 
     units: UnitAxes
 
@@ -55,16 +51,8 @@ def pair_factors(symmetry: Symmetry, draws: Draws) -> PairFactors | None:
     Sites whose units lie along a batch axis of their distributions are independent from unit to unit; on the
     axis of a simplex itself, :math:`\operatorname{Dirichlet}(\alpha)` pairs slot :math:`i` with unit
     :math:`j` by :math:`(\alpha_i - 1) \log \omega_j`, up to what no permutation changes. The rest is as for
-    :func:`~pyro_sym.guides.unit_pairs.pair_normals`. That the distributions do not depend on other sites
-    is not seen here: :func:`factorises` compares.
-
-    Args:
-        symmetry: the group: one permutation, with or without a sign a unit.
-        draws: draws of the guide, with the distributions.
-
-    Returns:
-        ``None``, or a function of draws that returns :math:`L`, of shape ``(P, n, n)``, in nats; gradients
-        flow to values and parameters.
+    :func:`~pyro_sym.guides.unit_pairs.pair_normals`. Whether the distributions depend on other sites is
+    checked by :func:`factorises`.
     """
     units = signed_axes(symmetry)
     if units is None:
@@ -81,15 +69,9 @@ def pair_factors(symmetry: Symmetry, draws: Draws) -> PairFactors | None:
 
 @torch.no_grad()
 def factorises(pairs: PairFactors, draws: Draws, density: LogProb) -> bool:
-    """Whether the matrix tells the density at images of draws, those of one call with the fns of another.
+    """Whether the matrix predicts the density at random relabellings of draws and, with signs, at ``-draws``.
 
-    Args:
-        pairs: from :func:`pair_factors`.
-        draws: several independent draws.
-        density: the log density of the guide.
-
-    Returns:
-        Whether they agree at random relabellings and, with signs, at the draws with all signs flipped.
+    The draws come from several calls, so values of one call meet the distributions of another.
     """
     units = pairs.units
     permutation = units.view.on(Permutation({**units.axes}))

@@ -25,20 +25,10 @@ def is_one(scale: Any) -> bool:
 
 
 def common_scale(sites: Mapping[str, Captured], moved: Collection[str]) -> Any:
-    r"""The scale :math:`s` of the sites that a group moves, by which their average counts.
+    r"""The scale :math:`s` of the sites that a group moves, a number or a tensor of one number.
 
-    A scale makes :math:`s \log q(\omega)` of a guide's term. Averaged over the group it becomes
-    :math:`s \log q^G(\omega)`, if the moved sites have one scale.
-
-    Args:
-        sites: what the guide drew.
-        moved: names of the sites that the group moves.
-
-    Returns:
-        A number, or a tensor of one number.
-
-    Raises:
-        NoDensityError: if they have several scales.
+    A scale makes :math:`s \log q(\omega)` of a guide's term. Averaged over the group it becomes :math:`s \log
+    q^G(\omega)`, if the moved sites have one scale; several are refused.
     """
     scales = {name: sites[name].scale for name in moved}
     if all(map(is_one, scales.values())):
@@ -67,15 +57,7 @@ def sites_apart(sites: Mapping[str, Captured], scale: Any) -> frozenset[str]:
 
 
 def masks(sites: Mapping[str, Captured], moved: Collection[str]) -> dict[str, Tensor]:
-    """The masks that tell entries of moved sites apart, by site, of the shapes of the values.
-
-    Args:
-        sites: what the guide drew.
-        moved: names of the sites that the group moves.
-
-    Returns:
-        Tensors of booleans; sites without such a mask are left out.
-    """
+    """The boolean masks, of the shapes of the values, of moved sites some of whose entries are masked."""
     found = {name: _mask(sites[name]) for name in moved}
     return {name: mask for name, mask in found.items() if mask is not None}
 
@@ -83,19 +65,11 @@ def masks(sites: Mapping[str, Captured], moved: Collection[str]) -> dict[str, Te
 def refuse_uneven_masks(
     symmetry: Symmetry, found: Mapping[str, Tensor], sites: Mapping[str, Captured]
 ) -> None:
-    r"""Refuse masks that a group does not leave as they are.
+    """Refuse masks that some element of a group changes.
 
-    What is masked counts nothing. If the group takes what is masked to what is masked, then the average of
-    the density of the rest is its density averaged over the group; otherwise the images of a draw would be
-    judged by other parts of it.
-
-    Args:
-        symmetry: the group.
-        found: the masks, from :func:`masks`.
-        sites: what the guide drew.
-
-    Raises:
-        NoDensityError: if some element moves a masked entry to one that is not.
+    If the group takes masked entries to masked entries, the density of the other entries can be averaged;
+    otherwise the images of a draw would be evaluated on other entries than the draw. ``found`` is from
+    :func:`masks`.
     """
     if not found:
         return

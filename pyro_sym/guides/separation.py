@@ -25,13 +25,10 @@ MAX_PAUSE = 64
 
 @dataclass(frozen=True)
 class _Anchor:
-    """Where the guide was when distances were last computed.
+    """The guide's ``locs`` by site when distances were last computed.
 
-    Attributes:
-        locs: by site.
-        scales: the largest scale of all units, coordinate by coordinate, by site.
-        nearest: the smallest distance of two units, in these scales.
-        num_pairs: of how many ordered pairs it is the smallest.
+    ``scales`` are the largest of all units, coordinate by coordinate; ``nearest`` is the smallest distance of
+    two units in these scales, among ``num_pairs`` ordered pairs.
     """
 
     locs: Mapping[str, Tensor]
@@ -95,13 +92,9 @@ class Certificate:
 
     @torch.no_grad()
     def bound(self, normals: Normals) -> float | None:
-        r"""The bound :math:`e^B - 1`, if it is within the tolerance.
+        """The bound :math:`e^B - 1` in nats; ``None`` if it exceeds the tolerance.
 
-        Args:
-            normals: location and scale of the guide's sites on the unconstrained line, by site.
-
-        Returns:
-            The bound in nats, or ``None`` if the orbit average has to be computed.
+        ``normals`` has location and scale of the guide's sites on the unconstrained line, by site.
         """
         if torch.jit.is_tracing():  # a trace would keep today's answer for ever
             return None
@@ -153,16 +146,7 @@ class Certificate:
 
 
 def certificate(guide: Callable[..., Any], symmetry: Symmetry, tolerance: float | None) -> Certificate | None:
-    """The certificate for a guide that has been run once, where its density is of the kind that has one.
-
-    Args:
-        guide: a Pyro guide; ``AutoNormal`` has one.
-        symmetry: the group: one permutation, with or without a sign a unit.
-        tolerance: the largest bound that is good enough, in nats.
-
-    Returns:
-        A certificate, or ``None``.
-    """
+    """The certificate for a guide that has been run; ``None`` without a tolerance or separable units."""
     units = separable_sites(guide, symmetry)
     if units is None or not tolerance:
         return None

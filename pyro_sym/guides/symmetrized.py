@@ -46,12 +46,10 @@ NUM_MOVED = 16
 
 @dataclass(frozen=True)
 class _Layout:
-    """What the first call of the base guide shows about its sites.
+    """The sites that the first call of the base guide shows, with the number of dims of one draw.
 
-    Attributes:
-        native_dims: number of dims of one draw, by latent site.
-        local: the sites in subsampled plates, which are not averaged.
-        apart: other sites with a scale of their own, which are independent of the moved ones.
+    ``local`` sites lie in subsampled plates and are not averaged; ``apart`` sites have a scale of their own
+    and are independent of the moved ones.
     """
 
     native_dims: dict[str, int]
@@ -214,15 +212,7 @@ class AutoSymmetrized(AutoGuide):
         super(AutoGuide, self).__setstate__(state)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Draw from the base guide, and add the log orbit average as a factor.
-
-        Args:
-            *args: the model's positional arguments.
-            **kwargs: the model's keyword arguments.
-
-        Returns:
-            The latent values by site.
-        """
+        """Draw from the base guide, and add the log orbit average as a factor; returns the values by site."""
         layout, captured = self._capture(args, kwargs)
         values = {name: site.value for name, site in captured.sites.items()}
         # Outside of inference, no handler would take the factor.
@@ -313,16 +303,7 @@ class AutoSymmetrized(AutoGuide):
         return self._of_base("quantiles")(quantiles, *args, **kwargs)
 
     def draw(self, num_draws: int, /, *args: Any, **kwargs: Any) -> Run:
-        """Draw from the base guide, unseen by handlers outside.
-
-        Args:
-            num_draws: number of independent draws ``P``.
-            *args: the model's positional arguments.
-            **kwargs: the model's keyword arguments.
-
-        Returns:
-            The draws of the base guide, not moved by any element, and its log density.
-        """
+        """``num_draws`` draws of the base guide, not moved by any element, unseen by handlers outside."""
         several = []
         for _ in range(num_draws):
             with poutine.block():
@@ -331,14 +312,7 @@ class AutoSymmetrized(AutoGuide):
         return self._run(layout, Draws.joined(several), args, kwargs)
 
     def log_average(self, run: Run) -> Tensor:
-        r"""The log orbit average :math:`\log q^G(\omega)` at draws, as the guide's estimator has it.
-
-        Args:
-            run: ``P`` draws, from :meth:`draw`.
-
-        Returns:
-            A tensor of shape ``(P,)``, in nats; in expectation at least :math:`\log q^G(\omega)`.
-        """
+        r"""The log orbit average :math:`\log q^G(\omega)` at draws, ``(P,)``, by the guide's estimator."""
         return run.draws.own + self._log_ratio(run)
 
     @property

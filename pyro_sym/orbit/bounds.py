@@ -51,14 +51,10 @@ FAR = 1e5  # nats; a probability this close to one is one
 
 
 def capacity_lower(log_matrix: Tensor, *, sweeps: int = SWEEPS) -> Tensor:
-    r"""A lower bound of the log permanent: :math:`F_0(P) + \log(n! / n^n)`, van der Waerden's.
+    r"""A lower bound of shape ``batch``: :math:`F_0(P) + \log(n! / n^n)`, van der Waerden's.
 
-    Args:
-        log_matrix: :math:`L`, of shape ``(*batch, n, n)``.
-        sweeps: the most sweeps of the solver; fewer loosen the bound.
-
-    Returns:
-        The bound, of shape ``batch``, in nats.
+    Like all functions here, it takes :math:`L`, of shape ``(*batch, n, n)``; fewer ``sweeps`` of the solver
+    loosen the bound.
 
     Example:
         >>> ones = torch.zeros(4, 4)  # the case of equality
@@ -70,18 +66,11 @@ def capacity_lower(log_matrix: Tensor, *, sweeps: int = SWEEPS) -> Tensor:
 
 
 def capacity_upper(log_matrix: Tensor, *, sweeps: int = SWEEPS) -> Tensor:
-    r"""An upper bound of the log permanent: the capacity.
+    r"""An upper bound of shape ``batch``: the capacity.
 
     .. math::
 
         \log Z_0 = \min_v \sum_i \log \sum_j e^{L_{ij} + v_j} - \sum_j v_j
-
-    Args:
-        log_matrix: :math:`L`, of shape ``(*batch, n, n)``.
-        sweeps: the most sweeps of the solver; fewer loosen the bound.
-
-    Returns:
-        The bound, of shape ``batch``, in nats.
 
     Example:
         >>> separated = torch.full((3, 3), -1e3).fill_diagonal_(0.0)  # the case of equality
@@ -92,14 +81,9 @@ def capacity_upper(log_matrix: Tensor, *, sweeps: int = SWEEPS) -> Tensor:
 
 
 def bethe_lower(log_matrix: Tensor, *, sweeps: int = SWEEPS) -> Tensor:
-    r"""A lower bound of the log permanent: :math:`F_{-1}(P)`, the Bethe permanent once converged.
+    """A lower bound of shape ``batch``: :math:`F_{-1}(P)`, the Bethe permanent once converged.
 
-    Args:
-        log_matrix: :math:`L`, of shape ``(*batch, n, n)``.
-        sweeps: the most sweeps of the solver; fewer loosen the bound.
-
-    Returns:
-        The bound, of shape ``batch``, in nats; minus infinity if no permutation is seen to have weight.
+    It is minus infinity if no permutation is seen to have weight.
 
     Example:
         >>> ones = torch.zeros(2, 2, dtype=torch.double)  # for n = 2 it is the larger product of the two
@@ -110,14 +94,7 @@ def bethe_lower(log_matrix: Tensor, *, sweeps: int = SWEEPS) -> Tensor:
 
 
 def bethe_upper(log_matrix: Tensor, *, sweeps: int = SWEEPS) -> Tensor:
-    r"""An upper bound of the log permanent: the Bethe permanent's and :math:`\tfrac n2 \log 2`.
-
-    Args:
-        log_matrix: :math:`L`, of shape ``(*batch, n, n)``.
-        sweeps: the most sweeps of the solver; fewer loosen the bound.
-
-    Returns:
-        The bound, of shape ``batch``, in nats.
+    r"""An upper bound of shape ``batch``: the log Bethe permanent plus :math:`\tfrac n2 \log 2`.
 
     Example:
         >>> ones = torch.zeros(2, 2, dtype=torch.double)  # the case of equality
@@ -128,14 +105,7 @@ def bethe_upper(log_matrix: Tensor, *, sweeps: int = SWEEPS) -> Tensor:
 
 
 def fractional_upper(log_matrix: Tensor, *, sweeps: int = SWEEPS) -> Tensor:
-    r"""An upper bound of the log permanent: :math:`\log Z_{-1/2}`, exact for blocks of two like units.
-
-    Args:
-        log_matrix: :math:`L`, of shape ``(*batch, n, n)``.
-        sweeps: the most sweeps of the solver; fewer loosen the bound.
-
-    Returns:
-        The bound, of shape ``batch``, in nats.
+    r"""An upper bound of shape ``batch``: :math:`\log Z_{-1/2}`, exact for blocks of two like units.
 
     Example:
         >>> matrix = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.double)  # exact for n = 2

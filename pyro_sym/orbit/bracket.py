@@ -43,22 +43,14 @@ class Bracket(NamedTuple):
 
 @torch.no_grad()
 def bracket(pairs: Iterable[Tensor], num_elements: int) -> Bracket:
-    r"""Bound the log orbit average from both sides.
+    """Bound the log orbit average from both sides, by ``num_elements`` permutations for either half.
 
-    The sampled halves are :func:`~pyro_sym.orbit.guided_permutations.importance_bracket`. Where those of
-    the first chunk leave more than three nats between them, the deterministic ones of
-    :mod:`pyro_sym.orbit.bounds` are
-    computed too, the best for each matrix. Sampled halves are bounds in expectation only, so that one and the
-    other are compared by their means, never draw by draw: the larger of a bound in expectation and another
-    bound is none.
-
-    Args:
-        pairs: :math:`L` in chunks of shape ``(p, n, n)``, the draws' own assignment on the diagonal; one
-            chunk is held at a time.
-        num_elements: :math:`K` permutations for either half.
-
-    Returns:
-        A :class:`Bracket` of all draws.
+    ``pairs`` are :math:`L` in chunks of shape ``(p, n, n)``, the draws' own assignment on the diagonal; one
+    chunk is held at a time. The sampled halves are
+    :func:`~pyro_sym.orbit.guided_permutations.importance_bracket`. Where those of the first chunk are more
+    than three nats apart, the deterministic ones of :mod:`pyro_sym.orbit.bounds` are computed too, the best
+    for each matrix. Sampled halves are bounds in expectation only, so the two kinds are compared by their
+    means: the larger of both, draw by draw, would be no bound.
 
     Example:
         >>> result = bracket([torch.zeros(2, 5, 5)], 8)

@@ -15,12 +15,9 @@ __all__ = ["Block", "Coupling", "Factor"]
 
 @dataclass(frozen=True)
 class Block:
-    """A permutation with the sign flips that ride on it, or one sign flip of its own.
+    """A permutation with the sign flips of its units, or one sign flip alone, as indices of members.
 
-    Attributes:
-        permutation: index of the permutation among the members, ``None`` for signs alone.
-        flips: indices of the sign flips.
-        first: a site and one of its axes, for the size.
+    ``permutation`` is ``None`` for signs alone; ``first`` is a site and one of its axes, for the size.
     """
 
     permutation: int | None
@@ -41,13 +38,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Factor:
-    """One moved site.
+    """A moved site: its moved axes from the right, and the block that moves each of them.
 
-    Attributes:
-        site: its name.
-        axes: the moved axes, from the right.
-        blocks: the block that moves each of them.
-        flips: which of that block's flips changes the sign along it, if any.
+    ``flips`` tells by axis which of that block's flips changes the sign along it, if any.
     """
 
     site: str
@@ -76,14 +69,7 @@ class Coupling:
 
     @classmethod
     def of(cls, symmetry: Symmetry) -> Coupling | None:
-        """The table of a group.
-
-        Args:
-            symmetry: the group.
-
-        Returns:
-            ``None`` if it is not made of permutations and sign flips.
-        """
+        """The table of a group; ``None`` if the group is not made of permutations and sign flips."""
         group = flatten(symmetry)
         if group is None:
             return None
@@ -120,14 +106,9 @@ class Coupling:
         return any(factor.blocks.count(block) > 1 for factor in self.factors)
 
     def uncoupled(self, values: Values, max_size: int) -> frozenset[int]:
-        """Blocks that are independent given the others: none coupled to another of them or to itself.
+        """Indices of blocks that are independent given the others, chosen greedily by log order.
 
-        Args:
-            values: values by site; only shapes are looked at.
-            max_size: the most units of a permutation among them.
-
-        Returns:
-            Their indices, chosen greedily by log order.
+        None is coupled to another of them or to itself, and none permutes more than ``max_size`` units.
         """
         chosen: set[int] = set()
         by_order = sorted(range(len(self.blocks)), key=lambda b: -self.blocks[b].log_order(values))

@@ -40,7 +40,7 @@ def enumerated(
     own: Tensor,
     reliable: Reliable | None = None,
 ) -> Tensor:
-    r"""The log orbit average :math:`\log q^G(\omega)`, exactly.
+    r"""The log orbit average :math:`\log q^G(\omega)`, exactly, of shape ``(P,)``, in nats.
 
     The images are evaluated in chunks of bounded memory; where there are several, the backward pass
     recomputes them.
@@ -50,11 +50,8 @@ def enumerated(
         log_prob: the log density of the guide.
         values: draws :math:`\omega` by site, each of shape ``(P, *native)``.
         own: :math:`\log q(\omega)`, of shape ``(P,)``.
-        reliable: from the log density computed at the draws to booleans; where one is false, nothing is known
-            of images, and ``own`` stands, as for the plain guide.
-
-    Returns:
-        :math:`\log q^G(\omega)`, of shape ``(P,)``, in nats.
+        reliable: maps the log density computed at the draws to booleans; where one is false, that of the
+            images is not trusted either, and ``own`` is returned.
     """
     elements = symmetry.elements(values)
     order = length(elements)
@@ -75,16 +72,9 @@ def enumerated(
 def log_prob_at_images(
     symmetry: Symmetry, log_prob: LogProb, values: Mapping[str, Tensor], elements: Element
 ) -> Tensor:
-    r"""The log density at images, :math:`\log q(g_m \cdot \omega_p)`.
+    r"""The log density at images, :math:`\log q(g_m \cdot \omega_p)`, of shape ``(M, P)``.
 
-    Args:
-        symmetry: the group.
-        log_prob: the log density of the guide.
-        values: draws by site, each of shape ``(P, *native)``.
-        elements: elements of batch shape ``(M, P)`` or ``(M, 1)``.
-
-    Returns:
-        A tensor of shape ``(M, P)``.
+    ``values`` have shape ``(P, *native)``, and ``elements`` batch shape ``(M, P)`` or ``(M, 1)``.
     """
     return log_prob(symmetry.act(elements, {site: value.unsqueeze(0) for site, value in values.items()}))
 

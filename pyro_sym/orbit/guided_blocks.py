@@ -45,10 +45,8 @@ TINY = 1e-280
 class Belief(NamedTuple):
     """Who sits in the slots of a block, and with what sign; of shape ``(P, K or 1, n, n)``.
 
-    Attributes:
-        place: the probability that slot i holds unit j.
-        signed: by flip of the block, the mean of its sign where it does.
-        certain: whether this is an element.
+    ``place`` is the probability that slot i holds unit j; ``signed`` is, by flip of the block, that
+    probability times the mean sign. An element is ``certain``.
     """
 
     place: Tensor
@@ -92,13 +90,10 @@ class _Term:
 
 
 class Surrogate:
-    r"""The log density of independent normals at all images of some draws, without what no element changes.
+    """The log density of independent normals at all images of draws, up to what no element changes.
 
-    Args:
-        coupling: which block moves what.
-        sizes: the number of units by block.
-        points: coordinates of the draws by site, of shape ``(P, *native)``.
-        moments: mean and standard deviation of every slot's coordinates by site, of shape ``native``.
+    ``sizes`` has the number of units by block; ``points`` are the draws' coordinates by site, of shape ``(P,
+    *native)``, and ``moments`` the mean and standard deviation in every slot, of shape ``native``.
     """
 
     def __init__(
@@ -167,14 +162,9 @@ class Surrogate:
         return pairs
 
     def log_sum(self, elements: Sequence[Belief], summed: frozenset[int]) -> Tensor:
-        r"""The log density at images, summed over some blocks.
+        """The log density at images, ``(P, K)``, summed exactly over the uncoupled blocks ``summed``.
 
-        Args:
-            elements: a block each.
-            summed: uncoupled blocks, to be summed over exactly; their elements are not looked at.
-
-        Returns:
-            The logarithm, of shape ``(P, K)``.
+        ``elements`` has one entry a block; those of summed blocks are not used.
         """
         total = torch.zeros(self.num_draws, 1, dtype=torch.double, device=self.device)
         for b, alone in enumerate(self.alone):
@@ -221,9 +211,8 @@ class Surrogate:
 class Proposal(NamedTuple):
     r"""Elements, and how likely they were to be proposed.
 
-    Attributes:
-        elements: by block, of shape ``(P, K, n, n)``; for blocks that were summed over, beliefs.
-        log_probs: :math:`\log \tau(g_k \\mid \\omega)`, of shape ``(P, K)``.
+    ``elements`` are beliefs by block, of shape ``(P, K, n, n)``, uncertain for blocks that were summed over;
+    ``log_probs`` is :math:`\log \tau(g_k \mid \omega)`, of shape ``(P, K)``.
     """
 
     elements: list[Belief]
@@ -246,40 +235,37 @@ def draw_elements(
 ) -> Proposal:
     r"""Draw elements block by block, each given those already drawn and beliefs about the rest.
 
-    What is not yet drawn enters by mean and spread of a belief: its variance is added to the slot's,
-    so that a site between two layers says little about one of them before much is known about the other.
-    Within a block the units are paired with slots as :func:`~pyro_sym.orbit.guided_permutations.importance`
-    does,
-    by the matrix of log densities with the signs folded in; then each sign is drawn given the unit. A block
-    that
-    moves two axes of one site is filled slot by slot, the slots filled so far being known.
+    A block that is not yet drawn enters by mean and variance of its belief: the variance is added to the
+    slot's, so that a site between two layers says little about one of them before much is known about the
+    other. Within a block the units are paired with slots as
+    :func:`~pyro_sym.orbit.guided_permutations.importance` does, by the matrix of log densities with the signs
+    folded in; then each sign is drawn given the unit. A block that moves two axes of one site is filled slot
+    by slot, given the slots filled so far.
 
-    **Why a bound with the identity keeps its direction.** All that is computed here are sums, products and
-    Sinkhorn scalings over unit indices, and choices by their values; slots and blocks are taken in an order
-    that no unit's index or sign enters. So relabelling the units by :math:`h` relabels the proposed elements,
+    **Why a bound with the identity keeps its direction.** Everything computed here is a sum, product or
+    Sinkhorn scaling over unit indices, or a choice by their values; slots and blocks are taken in an order
+    that does not depend on a unit's index or sign. So relabelling the units by :math:`h` relabels the
+    proposals,
 
     .. math::
 
         \tau(g \mid h \cdot \omega) = \tau(g h \mid \omega).
 
-    Let :math:`\omega \sim q` and let :math:`\omega_*` be its orbit's representative,
-    :math:`\omega = g_0 \cdot \omega_*`. Given the orbit, :math:`g_0` has the posterior
-    :math:`p(g_0) \propto q(g_0 \cdot \omega_*)`, and by the identity above :math:`g_k g_0`, with :math:`g_k
-    \sim \tau(\cdot \mid \omega)`, has the law :math:`\tau(\cdot \mid \omega_*)`, whatever :math:`g_0` was.
-    So the identity among the :math:`g_k` stands for a draw of the posterior beside independent proposals, as
-    IWHVI asks for. If some blocks are summed over, the same holds for the cosets of their subgroup :math:`H`:
-    :math:`q(H g \cdot \omega) = \sum_{h \in H} q(h g \cdot \omega)`, the remaining blocks name the coset, and
-    beliefs about the summed blocks do not depend on the representative. It takes no more than equivariance,
-    so the surrogate may be any at all, as long as it is not fitted to :math:`\omega`.
+    Let :math:`\omega \sim q` and let :math:`\omega_*` be its orbit's representative, :math:`\omega = g_0
+    \cdot \omega_*`. Given the orbit, :math:`g_0` has the posterior :math:`p(g_0) \propto q(g_0 \cdot
+    \omega_*)`, and by the identity above :math:`g_k g_0`, with :math:`g_k \sim \tau(\cdot \mid \omega)`, has
+    the law :math:`\tau(\cdot \mid \omega_*)`, whatever :math:`g_0` was. So the identity among the :math:`g_k`
+    is a draw of the posterior next to independent proposals, as IWHVI requires. If some blocks are summed
+    over, the same holds for the cosets of their subgroup :math:`H`: :math:`q(H g \cdot \omega) = \sum_{h \in
+    H} q(h g \cdot \omega)`, the remaining blocks name the coset, and beliefs about the summed blocks do not
+    depend on the representative. The proof needs only equivariance, so any surrogate will do, as long as it
+    is not fitted to :math:`\omega`.
 
     Args:
         surrogate: the normals that guide the choice.
         num_elements: :math:`K`.
         with_identity: whether the first element is the identity, rather than drawn.
         summed: blocks that need no element.
-
-    Returns:
-        The elements, with their log probabilities.
     """
     coupling, draws = surrogate.coupling, surrogate.num_draws
     beliefs = surrogate.beliefs() if len(summed) < len(coupling.blocks) else surrogate.identity()

@@ -28,7 +28,7 @@ RESCALINGS = 8
 
 
 def importance(log_matrix: Tensor, num_elements: int, rest: Rest | None = None) -> Tensor:
-    r"""Guided permutations beside the identity, for which the ELBO stays a lower bound.
+    r"""Guided permutations and the identity, for which the ELBO stays a lower bound.
 
     With :math:`\omega \sim q`, :math:`g_0 = e` and :math:`g_1, \dots, g_{K-1} \sim \tau(\cdot \mid \omega)`,
 
@@ -37,20 +37,19 @@ def importance(log_matrix: Tensor, num_elements: int, rest: Rest | None = None) 
         \mathbb E\left[ -\log \frac1K \sum_{k<K}
             \frac{\prod_i q_i(\omega_{g_k(i)})}{n!\, \tau(g_k \mid \omega)} \right] \le H(q^G).
 
-    The bound holds for any proposal that does not know which relabelling of the orbit it was given:
-    :math:`\tau(g \mid h \cdot \omega) = \tau(gh \mid \omega)`. Then the pair of orbit and generating element
-    is as if the element had been drawn from the posterior over the orbit, and the average with it among the
-    others is the IWHVI bound. A proposal that looked at the index of a unit would break it. A uniform
-    :math:`\tau` gives InfoNCE.
+    This is the IWHVI bound (Sobolev and Vetrov 2019, arXiv 1905.03290). It holds for any equivariant
+    proposal, :math:`\tau(g \mid h \cdot \omega) = \tau(gh \mid \omega)`; the proof is at
+    :func:`~pyro_sym.orbit.guided_blocks.draw_elements`. A proposal that looked at the index of a unit would
+    break it. A uniform :math:`\tau` gives InfoNCE.
 
     Here :math:`\tau` fills the slots one by one, the most confident first, with unit :math:`j` in proportion
-    to :math:`B_{ij} / (1 - B_{ij})`, where :math:`B` is a scaling of :math:`e^L` towards sums of one; the
-    order is by :math:`\max_j B_{ij}`, which no relabelling of units changes. Choices are followed by one more
-    sweep of the scaling over the slots and units that are left: a unit that only one of these slots can take
-    is kept for it. Without that, the last slots are left with units that they can't explain, and the weights
-    spread over hundreds of nats; with it after every choice, they spread over a few at 512 units. Here it
-    comes eight times, evenly spread, so that the cost is about :math:`8 K n^2` multiplications a draw; in
-    :func:`importance_bracket` after every choice, :math:`K n^3` of them.
+    to :math:`B_{ij} / (1 - B_{ij})`, where :math:`B` is a Sinkhorn scaling of :math:`e^L` (sequential
+    sampling of permanents, Beichl and Sullivan 1999); the order is by :math:`\max_j B_{ij}`, which no
+    relabelling of units changes. One more sweep over the remaining slots and units follows the choices: a
+    unit that only one of these slots can take is kept for it. Without that, the weights spread over hundreds
+    of nats; with it after every choice, over a few at 512 units. Here it comes eight times, evenly spread, at
+    about :math:`8 K n^2` multiplications a draw; in :func:`importance_bracket` after every choice, at
+    :math:`K n^3`.
 
     The proposal is not differentiated: the gradient is that of the weighted average at fixed proposals and
     tends to the exact one as :math:`K` grows.
@@ -58,9 +57,9 @@ def importance(log_matrix: Tensor, num_elements: int, rest: Rest | None = None) 
     Args:
         log_matrix: :math:`L`, of shape ``(P, n, n)``.
         num_elements: :math:`K`, the identity included.
-        rest: a factor of the density that is no product over units, and plays no part in the proposals: from
-            assignments of shape ``(P, K, n)`` to its logarithm, of shape ``(P, K)``. With one, what is
-            returned is relative to its value at the identity.
+        rest: a factor of the density that is no product over units and plays no part in the proposals: maps
+            assignments of shape ``(P, K, n)`` to its logarithm, of shape ``(P, K)``. The result is then
+            relative to its value at the identity.
 
     Returns:
         The logarithm of the average, of shape ``(P,)``, in nats: in expectation over :math:`\omega` and the
@@ -70,43 +69,23 @@ def importance(log_matrix: Tensor, num_elements: int, rest: Rest | None = None) 
         >>> separated = torch.full((1, 20, 20), -1e3).diagonal_scatter(torch.zeros(1, 20), dim1=1, dim2=2)
         >>> round(-importance(separated, 8).item(), 1), round(math.lgamma(21), 1)
         (42.3, 42.3)
-
-    References:
-        Sobolev and Vetrov 2019, arXiv 1905.03290, for the bound; Sinkhorn-scaled sequential sampling of
-        permanents goes back to Beichl and Sullivan 1999.
     """
     return _log_mean(_log_weights(log_matrix, num_elements, rest=rest))
 
 
 def importance_unbiased(log_matrix: Tensor, num_elements: int, rest: Rest | None = None) -> Tensor:
-    r"""The logarithm of an unbiased estimate of the orbit average: the proposals without the identity.
+    r"""The logarithm of an unbiased estimate, of shape ``(P,)``: the proposals without the identity.
 
     By Jensen's inequality its expectation is at most :math:`\log \operatorname{perm}(e^L) - \log n!`. It
-    bounds the gain from above and would overstate an ELBO: it is for diagnostics only.
-
-    Args:
-        log_matrix: :math:`L`, of shape ``(P, n, n)``.
-        num_elements: :math:`K`.
-        rest: as for :func:`importance`.
-
-    Returns:
-        The logarithm of the estimate, of shape ``(P,)``, in nats.
+    would overstate an ELBO, so it is for diagnostics only. Arguments are as for :func:`importance`.
     """
     return _log_mean(_log_weights(log_matrix, num_elements + 1, rest=rest)[:, 1:])
 
 
 def importance_bracket(log_matrix: Tensor, num_elements: int) -> tuple[Tensor, Tensor]:
-    r"""Both halves at the price of one, looking ahead at every choice.
+    """Returns :func:`importance_unbiased` and :func:`importance`, from shared proposals.
 
-    :func:`importance_unbiased` and :func:`importance` on shared proposals.
-
-    Args:
-        log_matrix: :math:`L`, of shape ``(P, n, n)``.
-        num_elements: :math:`K`, of either half.
-
-    Returns:
-        In expectation at most, and in expectation over :math:`\omega` too at least,
-        :math:`\log \operatorname{perm}(e^L) - \log n!`; each of shape ``(P,)``, in nats.
+    The proposals are rescaled after every choice. Both results have shape ``(P,)``, in nats.
 
     Example:
         >>> lower, upper = importance_bracket(torch.zeros(1, 5, 5), 8)
@@ -119,14 +98,10 @@ def importance_bracket(log_matrix: Tensor, num_elements: int) -> tuple[Tensor, T
 
 
 def sinkhorn(log_matrix: Tensor, sweeps: int | None = None) -> Tensor:
-    r"""Scale rows and columns of :math:`e^L` towards sums of one.
+    r"""Scale rows and columns of :math:`e^L` towards sums of one; columns sum to one at the end.
 
-    Args:
-        log_matrix: :math:`L`, of shape ``(*batch, n, n)``.
-        sweeps: how often rows and then columns are scaled; by default 10 times up to 16 units, and 30 above.
-
-    Returns:
-        :math:`\log B`, of the same shape; columns sum to one.
+    Returns :math:`\log B`, of the shape ``(*batch, n, n)`` of :math:`L`. By default there are 10 sweeps up to
+    16 units, and 30 above.
     """
     if sweeps is None:
         sweeps = FEW_SWEEPS if log_matrix.shape[-1] <= 16 else SWEEPS
@@ -150,17 +125,11 @@ def propose(
     *,
     rescalings: int = RESCALINGS,
 ) -> tuple[Tensor, Tensor]:
-    r"""Draw permutations slot by slot, as :func:`importance` describes.
+    r"""Draw permutations slot by slot, as :func:`importance` describes, without gradients.
 
-    Args:
-        log_matrix: :math:`L`, of shape ``(B, n, n)``; no gradient flows.
-        num_elements: :math:`K`.
-        identity: of shape ``(B, K)``; where it is true, the identity stands instead of a draw.
-        rescalings: how often what is left is scaled anew.
-
-    Returns:
-        The unit of every slot, of shape ``(B, K, n)``, and the log probabilities :math:`\log \tau`, of shape
-        ``(B, K)``, in double precision.
+    :math:`L` has shape ``(B, n, n)``. Where ``identity``, of shape ``(B, K)``, is true, the identity replaces
+    the draw. ``rescalings`` is how often the remaining matrix is rescaled. Returns the unit of every slot, of
+    shape ``(B, K, n)``, and :math:`\log \tau`, of shape ``(B, K)``, in double precision.
 
     Example:
         >>> assignments, log_proposals = propose(torch.zeros(1, 3, 3), 4)

@@ -22,7 +22,7 @@ def uniform(
     num_elements: int,
     reliable: Reliable | None = None,
 ) -> Tensor:
-    r"""Uniform elements beside the identity: the InfoNCE form, for which the ELBO stays a lower bound.
+    r"""Uniform elements and the identity: the InfoNCE form, for which the ELBO stays a lower bound.
 
     With :math:`\omega \sim q` and :math:`g_1, \dots, g_{K-1}` uniform on :math:`G`,
 
@@ -31,22 +31,9 @@ def uniform(
         \mathbb E\left[ -\log \frac1K \Bigl( q(\omega) + \sum_{k<K} q(g_k \cdot \omega) \Bigr) \right] \le
         H(q^G),
 
-    with equality as :math:`K \to \infty`. The gain that it can report is at most :math:`\log K` nats.
-
-    Args:
-        symmetry: the group.
-        log_prob: the log density of the guide.
-        values: draws :math:`\omega \sim q` by site, each of shape ``(P, *native)``.
-        own: :math:`\log q(\omega)`, of shape ``(P,)``.
-        num_elements: :math:`K`, the identity included.
-        reliable: as for :func:`~pyro_sym.orbit.enumeration.enumerated`.
-
-    Returns:
-        The logarithm of the average, of shape ``(P,)``: in expectation over :math:`\omega` and the elements,
-        at least :math:`\log q^G(\omega)`.
-
-    References:
-        Gelberg et al. 2024, arXiv 2408.05496, theorem 4.3.
+    with equality as :math:`K \to \infty` (Gelberg et al. 2024, arXiv 2408.05496, theorem 4.3). The gain that
+    it can report is at most :math:`\log K` nats. Arguments are as for
+    :func:`~pyro_sym.orbit.enumeration.enumerated`; returns the logarithm of the average, of shape ``(P,)``.
     """
     _, images, at_values = _at_random_images(symmetry, log_prob, values, num_elements - 1, len(own))
     relative = images - at_values
@@ -58,9 +45,10 @@ def uniform(
 def uniform_unbiased(
     symmetry: Symmetry, log_prob: LogProb, values: Mapping[str, Tensor], own: Tensor, num_elements: int
 ) -> Tensor:
-    r"""The logarithm of an unbiased estimate of :math:`q^G(\omega)`, idle elements stratified out.
+    r"""The logarithm of an unbiased estimate of :math:`q^G(\omega)`, of shape ``(P,)``.
 
-    With :math:`g_1, \dots, g_K` uniform on :math:`G`,
+    With :math:`g_1, \dots, g_K` uniform on :math:`G`, and elements that leave :math:`\omega` fixed stratified
+    out,
 
     .. math::
 
@@ -69,18 +57,8 @@ def uniform_unbiased(
         \mathbb E \log \hat q(\omega) \le \log q^G(\omega),
 
     by Jensen's inequality, so :math:`\mathbb E[\log q(\omega) - \log \hat q(\omega)]` bounds the gain from
-    above; and as :math:`\hat q \ge q / |G|`, that bound never exceeds :math:`\log |G|`. It would overstate an
-    ELBO: it is for diagnostics only.
-
-    Args:
-        symmetry: the group.
-        log_prob: the log density of the guide.
-        values: draws :math:`\omega` by site, each of shape ``(P, *native)``.
-        own: :math:`\log q(\omega)`, of shape ``(P,)``.
-        num_elements: :math:`K`.
-
-    Returns:
-        :math:`\log \hat q(\omega)`, of shape ``(P,)``.
+    above; as :math:`\hat q \ge q / |G|`, it never exceeds :math:`\log |G|`. It would overstate an ELBO, so it
+    is for diagnostics only.
     """
     moved, images, at_values = _at_random_images(symmetry, log_prob, values, num_elements, len(own))
     relative = (images - at_values).masked_fill(~moved, -math.inf) - math.log(num_elements)
