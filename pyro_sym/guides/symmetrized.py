@@ -80,21 +80,16 @@ class AutoSymmetrized(AutoGuide):
     Densities are compared in constrained space, where the group preserves volume. The ELBO stays a lower
     bound on the log evidence with each estimator:
 
-    * ``"exact"`` computes the average itself. It takes permanents of up to 14 units if the group is made of
-      permutations, with or without signs, that no site ties together, and every moved site is normal
-      coordinate by coordinate, as those of ``AutoNormal`` and ``AutoDiagonalNormal`` are, except on a simplex
-      (for a guide of your own, see :func:`~pyro_sym.guides.site_normals.site_normals`). It also takes them
-      for guides written by hand under one permutation, if the moved sites are independent of all others and
-      from unit to unit, or are Dirichlet weights of the units. Otherwise it enumerates up to 200,000
-      elements;
-    * ``"importance"`` weighs :math:`K` elements, the identity and others proposed by what the guide says of
-      each unit, for permutations, sign flips and products of them, and any guide with a density. It is tight
-      where units are well separated, at any number of them
-      (:func:`~pyro_sym.orbit.guided_permutations.importance`,
-      :func:`~pyro_sym.orbit.guided_blocks.draw_elements`). For independent normals part of the group is
-      summed over exactly, or elements are proposed by the sites that are not on a simplex; for other guides
-      the proposals come from normals fitted to the guide's marginals, and are looser where units are strongly
-      correlated and overlap;
+    * ``"exact"`` computes the average itself: by permanents of up to 14 units if no site ties the group's
+      permutations together, and every moved site is normal coordinate by coordinate
+      (:func:`~pyro_sym.guides.site_normals.site_normals`; a simplex is not), or, for guides written by hand
+      under one permutation, independent of all other sites and from unit to unit, or Dirichlet. Otherwise it
+      enumerates up to 200,000 elements;
+    * ``"importance"`` weighs :math:`K` permutations and sign flips, the identity and others proposed by the
+      guide's density of each unit (:func:`~pyro_sym.orbit.guided_permutations.importance`,
+      :func:`~pyro_sym.orbit.guided_blocks.draw_elements`). It is tight where units are well separated, at
+      any number of them. For guides that are not independent normals the proposals come from normals fitted
+      to the marginals, and are looser where units are strongly correlated and overlap;
     * ``"uniform"`` averages over :math:`K` elements, the identity and uniform ones; its gain saturates at
       :math:`\log K`;
     * ``"auto"`` is exact where that takes permanents, or an enumeration of up to 1,000 elements; importance
@@ -249,12 +244,10 @@ class AutoSymmetrized(AutoGuide):
             **kwargs: the model's keyword arguments.
 
         Returns:
-            A :class:`SymmetryGain` with a lower bound, an estimate and an upper bound, which agree with the
-            exact estimator. With the importance estimator they are the best of sampled and deterministic
-            bounds (:func:`~pyro_sym.orbit.bracket.bracket`), with 64 permutations at least, and the estimate
-            is their midpoint; a draw takes some 20 ms at 64 units and seconds at 512, where fewer draws do.
-            With the uniform one the lower half is at most :math:`\log K`; the upper half, from an unbiased
-            estimate of the density, is the better single figure.
+            A :class:`SymmetryGain`, whose bounds agree with the exact estimator. With the importance one they
+            are the best of sampled and deterministic bounds (:func:`~pyro_sym.orbit.bracket.bracket`), with
+            at least 64 permutations; a draw takes some 20 ms at 64 units and seconds at 512. With the uniform
+            one the lower half is at most :math:`\log K`, and the upper half is the better single figure.
 
         Raises:
             ValueError: if ``num_samples`` is below 1.
@@ -401,32 +394,37 @@ class AutoSymmetrized(AutoGuide):
 
     def _setup(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Layout:
         """On the first call: run the base guide, check the symmetry, choose the estimator."""
-        if self._layout is None:
-            with torch.no_grad(), fork_random_state(), poutine.block():
-                with Capture(self.guide, hide=False) as captured:
-                    self.guide(*args, **kwargs)
-                values = {name: site.value for name, site in captured.sites.items()}
-                self.symmetry.check_values(values)
-                if self.symmetry.log_order(values) == 0:
-                    dims = {name: value.dim() for name, value in values.items()}
-                    self._average = Trivial(self.guide, self.symmetry, "exact")
-                    self._certificate, self._layout = None, _Layout(dims, captured.local)
-                    return self._layout
-                with Capture(self.guide) as captured:
-                    self.guide(*args, **kwargs)
-                values = {name: site.value for name, site in captured.sites.items()}
-                refuse_sites(self.symmetry, captured.sites)
+        if self._layout is not None:
+            return self._layout
+        with torch.no_grad(), fork_random_state(), poutine.block():
+            with Capture(self.guide, hide=False) as captured:
+                self.guide(*args, **kwargs)
+            values = {name: site.value for name, site in captured.sites.items()}
+            self.symmetry.check_values(values)
+            if self.symmetry.log_order(values) == 0:
                 dims = {name: value.dim() for name, value in values.items()}
-                layout = _Layout(dims, captured.local, self._apart(captured))
-                draws = captured.draws(layout.native_dims)
-                self._try_density(layout, draws, args, kwargs)
-                units = self._pair_units(layout, draws, args, kwargs)
-            self._check_symmetry(args, kwargs)
-            supports = {name: site.fn.support for name, site in captured.sites.items()}
-            supports |= {name: site["fn"].support for name, site in prototype_sites(self.guide).items()}
-            self._average = choose(self.estimator, self.guide, self.symmetry, values, supports, units)
-            self._certificate = certificate(self.guide, self.symmetry, self.tolerance)
-            self._layout = layout
+                self._average = Trivial(self.guide, self.symmetry, "exact")
+                self._certificate, self._layout = None, _Layout(dims, captured.local)
+                return self._layout
+            with Capture(self.guide) as captured:
+                self.guide(*args, **kwargs)
+            values = {name: site.value for name, site in captured.sites.items()}
+            refuse_sites(self.symmetry, captured.sites)
+            dims = {name: value.dim() for name, value in values.items()}
+            layout = _Layout(dims, captured.local, self._apart(captured))
+            draws = captured.draws(layout.native_dims)
+            self._try_density(layout, draws, args, kwargs)
+            units = self._pair_units(layout, draws, args, kwargs)
+        if self.model is not None:
+            check_symmetry(self.model, self.symmetry, *args, **kwargs)
+        else:
+            why = "as the guide does not hold its model; pass model= to AutoSymmetrized"
+            warnings.warn(f"{self.symmetry!r} is not checked, {why}", stacklevel=3)
+        supports = {name: site.fn.support for name, site in captured.sites.items()}
+        supports |= {name: site["fn"].support for name, site in prototype_sites(self.guide).items()}
+        self._average = choose(self.estimator, self.guide, self.symmetry, values, supports, units)
+        self._certificate = certificate(self.guide, self.symmetry, self.tolerance)
+        self._layout = layout
         return self._layout
 
     def _try_density(
@@ -464,10 +462,3 @@ class AutoSymmetrized(AutoGuide):
         if units is None and factors and factorises(factors, others, density):
             return factors
         return units
-
-    def _check_symmetry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.model is not None:
-            check_symmetry(self.model, self.symmetry, *args, **kwargs)
-        else:
-            why = "as the guide does not hold its model; pass model= to AutoSymmetrized"
-            warnings.warn(f"{self.symmetry!r} is not checked, {why}", stacklevel=4)
