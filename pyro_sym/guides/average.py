@@ -27,15 +27,7 @@ from pyro_sym.orbit.uniform import uniform, uniform_unbiased
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.flat import nest
 
-__all__ = [
-    "Enumeration",
-    "OneBlock",
-    "OrbitAverage",
-    "PartlyOneBlock",
-    "Run",
-    "Trivial",
-    "Uniform",
-]
+__all__ = ["Enumeration", "OneBlock", "OrbitAverage", "PartlyOneBlock", "Run", "Trivial", "Uniform"]
 
 # The unbiased half in diagnostics draws at least so many elements.
 NUM_DIAGNOSED = 64
@@ -45,10 +37,8 @@ NUM_DIAGNOSED = 64
 class Run:
     """Draws of the base guide, and what an orbit average may ask about them.
 
-    Attributes:
-        draws: what the guide drew.
-        density: returns the guide's log density, a function of values of shape ``(*batch, *native)``.
-        redraw: returns a number of other draws, by site.
+    ``density`` returns the guide's log density, a function of values of shape ``(*batch, *native)``;
+    ``redraw`` returns a number of other draws, by site.
     """
 
     draws: Draws

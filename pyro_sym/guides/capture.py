@@ -40,15 +40,11 @@ class Captured:
 
 @dataclass(frozen=True)
 class Draws:
-    """``P`` draws of a guide.
+    """``P`` draws of a guide: values by latent site, of shape ``(P, *native)``.
 
-    Attributes:
-        values: by latent site, of shape ``(P, *native)``.
-        own: the log density that the guide gave to its hidden sites, of shape ``(P,)``, in nats; what the
-            guide masks counts nothing.
-        indices: the minibatch of every plate of the guide.
-        fns: what the guide drew each site from, masked as the guide masks it.
-        scaled: the same as ``own``, every term times the guide's own scale.
+    ``own`` is the log density that the guide gave to its hidden sites, of shape ``(P,)``, in nats, without
+    masked entries; in ``scaled`` every term of it is multiplied by the guide's own scale. ``indices`` has the
+    minibatch of every plate, and ``fns`` the distribution of each site, masked as the guide masks it.
     """
 
     values: dict[str, Tensor]
@@ -91,13 +87,9 @@ class _Stated(NamedTuple):
 
 
 class Capture(Messenger):
-    """Records a guide's sample sites. Those outside of subsampled plates are hidden from traces outside.
+    """Records a guide's sample sites; ``hide`` hides those outside of subsampled plates from outer traces.
 
     ``poutine.block`` would hide them from the plates outside as well, and so from vectorised particles.
-
-    Args:
-        guide: the guide that is going to be run.
-        hide: whether sites are hidden; if not, the guide runs as it would without this.
     """
 
     def __init__(self, guide: Callable[..., Any], hide: bool = True) -> None:

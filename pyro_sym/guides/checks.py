@@ -50,11 +50,7 @@ def refuse_sites(symmetry: Symmetry, sites: Mapping[str, Captured]) -> None:
 
 
 def check_independence(
-    guide: Callable[..., Any],
-    call: GuideCall,
-    values: dict[str, Tensor],
-    moved: dict[str, Tensor],
-    why: str,
+    guide: Callable[..., Any], call: GuideCall, values: dict[str, Tensor], moved: dict[str, Tensor], why: str
 ) -> None:
     """Refuse a guide in which the sites ``call.dims`` depend on the sites that a symmetry moves.
 

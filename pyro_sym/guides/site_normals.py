@@ -13,11 +13,7 @@ from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuideList, AutoNormal
 from pyro.infer.autoguide.guides import AutoCallable
 from torch import Tensor
 from torch.distributions import biject_to
-from torch.distributions.transforms import (
-    StickBreakingTransform,
-    Transform,
-    identity_transform,
-)
+from torch.distributions.transforms import StickBreakingTransform, Transform, identity_transform
 
 from pyro_sym.guides.pyro_guides import unwrapped
 from pyro_sym.unwrap import transform_of_entries, without_event_dims

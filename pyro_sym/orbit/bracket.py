@@ -19,13 +19,10 @@ CLOSE = 3.0
 
 
 class Bracket(NamedTuple):
-    r"""Bounds of :math:`\log \operatorname{perm}(e^L) - \log n!`, in nats.
+    r"""Bounds of :math:`\log \operatorname{perm}(e^L) - \log n!` in expectation over draws, in nats.
 
-    Attributes:
-        lower: in expectation at most the value, of shape ``(P,)``.
-        upper: in expectation over the draws at least the value, of shape ``(P,)``.
-        lower_by: ``"importance"`` or ``"deterministic"``, whichever had the larger mean.
-        upper_by: the same of the smaller mean.
+    ``lower`` and ``upper`` have shape ``(P,)``; ``lower_by`` and ``upper_by`` are ``"importance"`` or
+    ``"deterministic"``, whichever had the larger or the smaller mean.
     """
 
     lower: Tensor

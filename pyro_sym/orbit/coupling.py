@@ -51,17 +51,12 @@ class Factor:
 
 @dataclass(frozen=True)
 class Coupling:
-    r"""The table of blocks and of the sites that they move.
+    """The table of blocks, in the order of the group's members, and of the sites (factors) that they move.
 
-    Blocks that move axes of one site are coupled: the best choice in one depends on the other, as for the
-    two hidden layers that a weight matrix joins. A block that moves two axes of one site, as the states of a
-    hidden Markov model do, is coupled to itself.
-
-    Where sites are viewed in finer shapes, axes and values are those of the viewed sites.
-
-    Attributes:
-        blocks: the blocks, in the order of the group's members.
-        factors: one a moved site.
+    Blocks that move axes of one site are coupled: the best choice in one depends on the other, as for the two
+    hidden layers that a weight matrix joins. A block that moves two axes of one site, as the states of a
+    hidden Markov model do, is coupled to itself. Where sites are viewed in finer shapes, axes and values are
+    those of the viewed sites.
     """
 
     blocks: tuple[Block, ...]

@@ -42,16 +42,10 @@ def enumerated(
 ) -> Tensor:
     r"""The log orbit average :math:`\log q^G(\omega)`, exactly, of shape ``(P,)``, in nats.
 
-    The images are evaluated in chunks of bounded memory; where there are several, the backward pass
-    recomputes them.
-
-    Args:
-        symmetry: the group; its elements are listed.
-        log_prob: the log density of the guide.
-        values: draws :math:`\omega` by site, each of shape ``(P, *native)``.
-        own: :math:`\log q(\omega)`, of shape ``(P,)``.
-        reliable: maps the log density computed at the draws to booleans; where one is false, that of the
-            images is not trusted either, and ``own`` is returned.
+    ``values`` are draws, of shape ``(P, *native)`` a site, and ``own`` is :math:`\log q(\omega)`, of shape
+    ``(P,)``. ``reliable`` maps the log density computed at the draws to booleans; where one is false, that of
+    the images is not trusted either, and ``own`` is returned. The images are evaluated in chunks of bounded
+    memory; where there are several, the backward pass recomputes them.
     """
     elements = symmetry.elements(values)
     order = length(elements)

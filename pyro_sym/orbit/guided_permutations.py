@@ -119,11 +119,7 @@ def sinkhorn(log_matrix: Tensor, sweeps: int | None = None) -> Tensor:
 
 
 def propose(
-    log_matrix: Tensor,
-    num_elements: int,
-    identity: Tensor | None = None,
-    *,
-    rescalings: int = RESCALINGS,
+    log_matrix: Tensor, num_elements: int, identity: Tensor | None = None, *, rescalings: int = RESCALINGS
 ) -> tuple[Tensor, Tensor]:
     r"""Draw permutations slot by slot, as :func:`importance` describes, without gradients.
 
@@ -208,10 +204,7 @@ def _log_mean(log_weights: Tensor) -> Tensor:
 
 
 def _log_weights(
-    log_matrix: Tensor,
-    num_elements: int,
-    rescalings: int = RESCALINGS,
-    rest: Rest | None = None,
+    log_matrix: Tensor, num_elements: int, rescalings: int = RESCALINGS, rest: Rest | None = None
 ) -> Tensor:
     """Of shape (P, K): what the identity and each proposed permutation say the orbit average is."""
     draws, n, _ = log_matrix.shape
