@@ -29,7 +29,7 @@ from pyro_sym.symmetry.flat import nest
 
 __all__ = ["Enumeration", "OneBlock", "OrbitAverage", "PartlyOneBlock", "Run", "Trivial", "Uniform"]
 
-# The unbiased half in diagnostics draws at least so many elements.
+# The least number of elements for the unbiased half in diagnostics.
 NUM_DIAGNOSED = 64
 
 

@@ -28,7 +28,7 @@ __all__ = ["Blocks", "BlocksOfDensity", "BlocksOfNormals", "coordinates", "flipp
 
 # Permutations of more units are drawn rather than summed over.
 MAX_SUMMED = 8
-# Normals are fitted to so many draws of the guide, on every so many-th call, and widened by one of these.
+# Number of draws that normals are fitted to, calls between two fits, and factors by which they are widened.
 NUM_FITTED = 64
 REFIT_EVERY = 20
 INFLATION = (1.0, 2.0, 4.0)
@@ -84,7 +84,7 @@ class Blocks(OrbitAverage):
         return torch.cat(averages) - self._log_count(values)
 
     def _log_count(self, values: Mapping[str, Tensor]) -> float:
-        """The logarithm of the number of elements summed over; those that act alike are summed apart."""
+        """The logarithm of the number of elements; those that act alike are counted separately."""
         viewed = self.group.view(values)
         return sum(block.log_order(viewed) for block in self.coupling.blocks)
 
@@ -178,7 +178,7 @@ def _finite(points: Tensor) -> Tensor:
 
 @contextmanager
 def _own_randomness(device: torch.device, seed: int) -> Iterator[None]:
-    """Random numbers that nobody else sees, so that what is fitted to them knows nothing of other draws."""
+    """Separate random numbers, so that a fit to draws made with them is independent of other draws."""
     cuda = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         torch.default_generator.manual_seed(seed)

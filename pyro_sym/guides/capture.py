@@ -94,7 +94,7 @@ class Capture(Messenger):
 
     def __init__(self, guide: Callable[..., Any], hide: bool = True) -> None:
         super().__init__()
-        # An effect-based autoguide runs the model, whose observed sites are no business of the guide's trace.
+        # An effect-based autoguide runs the model, whose observed sites are not part of the guide's trace.
         self.runs_model = isinstance(guide, GuideMessenger)
         self.hide = hide
         self.sites: dict[str, Captured] = {}
@@ -161,8 +161,8 @@ class Capture(Messenger):
             if not self.outer and site.value.dim() != native_dims[name]:
                 raise NoDensityError(
                     f"site {name!r} of the guide has shape {tuple(site.value.shape)} here and had "
-                    f"{native_dims[name]} dims at first; does it depend on a site that is enumerated in the "
-                    "guide? Then it can't be averaged: enumerate in the model"
+                    f"{native_dims[name]} dims at first; if it depends on an enumerated site, enumerate that "
+                    "in the model"
                 )
         log_probs = [scale_and_mask(term.fn.log_prob(term.value), mask=term.mask) for term in self.terms]
         own = self._by_particle(log_probs)
@@ -202,8 +202,7 @@ class Capture(Messenger):
             if any(size > 1 and dim not in self.outer for dim, size in sizes.items()):
                 raise NoDensityError(
                     f"a scale or mask of shape {shape} around the symmetrised guide tells entries of its "
-                    f"sites (here {name!r}) apart, but their average is one number; put the handler into the "
-                    "base guide, or use one number"
+                    f"sites (here {name!r}) apart; put the handler into the base guide, or use one number"
                 )
 
     @property

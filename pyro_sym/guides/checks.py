@@ -117,6 +117,6 @@ def check_site_normals(
             f"site_normals of {type(guide).__name__} are not what the guide draws from: at its own draws "
             f"their log density is off by up to {float(off.abs().max()):.3g} nats. Site {worst!r} fits "
             f"worst: its draws are {misfit[worst]:.3g} registered standard deviations from the registered "
-            "mean (root mean square), which should be about 1; if it is, coordinates are not independent. "
-            "Register means and standard deviations of unconstrained values, biject_to(support).inv(value)"
+            "mean (root mean square; 1 if right, unless coordinates are dependent). Register means and "
+            "standard deviations of unconstrained values, biject_to(support).inv(value)"
         )

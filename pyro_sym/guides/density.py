@@ -216,9 +216,9 @@ class _At(Messenger):
             msg["done"] = True
         elif not subsample:
             raise NoDensityError(
-                f"the guide draws an auxiliary variable {msg['name']!r}, so the density of its latent sites "
-                "is an integral over it; use a guide whose latent sites have a density of their own, and put "
-                "handlers such as poutine.scale around the symmetrised guide, not around an autoguide"
+                f"the guide draws an auxiliary variable {msg['name']!r}, over which its density has to be "
+                "integrated; use a guide without one, and put handlers such as poutine.scale around the "
+                "symmetrised guide, not around an autoguide"
             )
 
     def _pyro_post_sample(self, msg: Any) -> None:

@@ -21,10 +21,9 @@ WIDE = 0.1
 class SymmetryGain(NamedTuple):
     r"""What symmetrising is worth: :math:`I(g; \omega) = \mathcal L^G - \mathcal L`, in nats.
 
-    The gain lies in :math:`[0, \log |G|]`. Where it can't be computed exactly it lies between two bounds, up
-    to their standard errors. For guides that do not factorise over units, as those with a full covariance or
-    a flow, the bounds may be several nats apart; :attr:`width` and the ``repr`` say so. Then ``estimate`` is
-    a point between bounds, and its digits mean little.
+    The gain lies in :math:`[0, \log |G|]`, and between two bounds up to their standard errors. For guides
+    that do not factorise over units, as those with a full covariance or a flow, the bounds may be several
+    nats apart, and ``estimate`` is just a point between them; :attr:`width` and the ``repr`` say so.
 
     Attributes:
         lower: mean of a lower bound (with ``method="exact"``, of the value itself). It may be below 0, within
@@ -65,10 +64,9 @@ def reliable(again: Tensor, own: Tensor) -> Tensor:
         off = float((again - own).abs().max())
         warnings.warn(
             f"the guide's log density at {int((~good).sum())} of {len(good)} draws is another when it is "
-            f"computed again from their values (by up to {off:.2g} nats), because values lie at the edge of "
-            "their support, or a flow can't be inverted in this precision. All that is known of their gain "
-            "is that it lies between 0 and log |G|; use double precision, or a guide that is narrower or "
-            "easier to invert",
+            f"computed again from their values (by up to {off:.2g} nats): values lie at the edge of their "
+            "support, or a flow can't be inverted in this precision. Their gain is only known to lie between "
+            "0 and log |G|; use double precision, or a guide that is narrower or easier to invert",
             stacklevel=3,
         )
     return good

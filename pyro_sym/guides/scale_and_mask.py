@@ -40,8 +40,8 @@ def common_scale(sites: Mapping[str, Captured], moved: Collection[str]) -> Any:
         return found.flatten()[0] if isinstance(found, Tensor) else found
     shown = ", ".join(f"{name!r} has {_shown(scale)}" for name, scale in flat.items())
     raise NoDensityError(
-        f"the guide scales the sites that the symmetry moves differently ({shown}), so that no scale is that "
-        "of their average; put one poutine.scale around all of them"
+        f"the guide scales the sites that the symmetry moves differently ({shown}); put one poutine.scale "
+        "around all of them"
     )
 
 
@@ -83,8 +83,7 @@ def refuse_uneven_masks(
             if not unmoved([name], images, shown).all():
                 raise NoDensityError(
                     f"the guide masks some entries of site {name!r} and not others, and {what} exchanges "
-                    "them, so that the average would be over densities of different entries; mask all that "
-                    "the symmetry exchanges, or none of it, or leave this group out"
+                    "them; mask all that the symmetry exchanges, or none of it, or leave this group out"
                 )
 
 

@@ -72,15 +72,12 @@ class Certificate:
 
     The distances are computed once, with :math:`\rho = 1`. While no mean has moved by more than
     :math:`\delta` since, no distance has shrunk by more than :math:`2 \delta`: that is checked at every step,
-    at the cost of reading the parameters, whatever moved them. When it does not suffice any more, the
-    distances are computed anew; where that does not help either, it is not tried again for a number of steps
-    that doubles up to 64.
+    at the cost of reading the parameters. When it no longer suffices, the distances are computed again; if
+    the bound is still too large, the next attempt waits for a number of steps that doubles up to 64.
 
-    Args:
-        axes: the sites that the bound looks at, and the axis of each along which its units lie.
-        signed: whether a sign rides on each unit.
-        tolerance: the largest bound that is good enough, in nats.
-        view: shows sites in the shapes that have these axes, if not their own.
+    ``axes`` has the sites that the bound uses, and the axis of each along which its units lie, in the shape
+    in which ``view`` shows the site; ``signed`` says whether the group flips each unit's sign; ``tolerance``
+    is in nats.
     """
 
     def __init__(
@@ -107,7 +104,7 @@ class Certificate:
         if self._wait > 0:
             self._wait -= 1
             return None
-        self._anchor = self._look(normals)
+        self._anchor = self._measure(normals)
         bound = self._moved(self._anchor, normals)
         if bound <= self.tolerance:
             self._pause = 0
@@ -116,7 +113,7 @@ class Certificate:
         self._pause = self._wait = min(2 * self._pause + 1, MAX_PAUSE)
         return None
 
-    def _look(self, normals: Normals) -> _Anchor:
+    def _measure(self, normals: Normals) -> _Anchor:
         locs, scales, points = {}, {}, []
         for name, axis in self.axes.items():
             loc, scale = normals[name][:2]

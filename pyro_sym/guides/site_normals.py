@@ -50,14 +50,7 @@ class SiteNormal(NamedTuple):
     support: Any
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """The log density of constrained values.
-
-        Args:
-            value: of shape ``(*batch, *native)``.
-
-        Returns:
-            The log density of the whole site, of shape ``batch``, in nats.
-        """
+        """The log density, of shape ``batch``, of constrained values of shape ``(*batch, *native)``."""
         transform = biject_to(self.support)
         native_dim = self.loc.dim() - transform.domain.event_dim + transform.codomain.event_dim
         points, log_det = unconstrained(self.support, value, native_dim)  # (*batch, r), batch

@@ -102,8 +102,8 @@ class AutoSymmetrized(AutoGuide):
     that value plus the bound, whatever the estimator, with the gradient of the plain guide; the ELBO stays a
     lower bound.
 
-    All this holds for a :class:`Viewed` of permutations and sign flips, and products of them, too. With a
-    group of one element, such as ``Product()`` where no symmetry was found, the guide runs as it is.
+    A :class:`Viewed` of permutations and sign flips counts as these. With a group of one element, such as
+    ``Product()`` where no symmetry was found, the guide runs as it is.
 
     The guide's own scales and masks (``poutine.scale``, ``poutine.mask``, masked distributions) are kept.
     With a scale :math:`s` on the moved sites their term is :math:`s \log q^G(\omega)`; sites with another
@@ -133,14 +133,13 @@ class AutoSymmetrized(AutoGuide):
             warning says so.
 
     Raises:
-        ValueError: for an unknown estimator, ``num_elements < 2`` or a negative tolerance; for a guide that
-            has been run without a name, or an autoguide that was copied before its first run; on the first
-            call, if the guide's registered normals are not what it draws from.
+        ValueError: for an unknown estimator, ``num_elements < 2`` or a negative tolerance; for a guide run
+            without a name, or an autoguide copied before its first run; on the first call, if the guide's
+            registered normals are not what it draws from.
         SymmetryError: on the first call, if the model is not invariant, a site is unknown, sizes disagree, or
             the group is too large for ``"exact"`` or of another kind than ``"importance"`` takes.
-        NoDensityError: if the guide has no density that can be evaluated, if its moved sites have several
-            scales or a mask that the group changes, or if sites with a scale of their own or in subsampled
-            plates depend on the moved ones.
+        NoDensityError: if the guide has no density, its moved sites have several scales or a mask that the
+            group changes, or sites with another scale or in subsampled plates depend on the moved ones.
 
     Example:
         >>> def model(y):

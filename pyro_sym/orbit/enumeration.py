@@ -7,10 +7,9 @@ them without changing volume, and
 
     q^G(\omega) = \frac{1}{|G|} \sum_{g \in G} q(g \cdot \omega)
 
-the density of :math:`g \cdot \omega` for :math:`\omega \sim q` and :math:`g` uniform on :math:`G`. (The sum
-over :math:`g` equals the sum over :math:`g^{-1}`.) ``own`` is :math:`\log q(\omega)` as the guide itself
-reported it, which is more exact than a round trip through constrained space; ratios to it are taken of
-densities that have made the same round trip, so that its errors cancel.
+the density of :math:`g \cdot \omega` for :math:`\omega \sim q` and :math:`g` uniform on :math:`G`. ``own``
+is :math:`\log q(\omega)` as the guide itself reported it, which is more exact than a round trip through
+constrained space; both densities of a ratio make the same round trip, so that its errors cancel.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ Rest = Callable[[Tensor], Tensor]
 UNIFORM = 0.01
 # Sweeps of the scaling, for up to 16 units and for more.
 FEW_SWEEPS, SWEEPS = 10, 30
-# Less than this is not told apart in the scaled matrix that proposes, so that its scales stay finite.
+# The smallest entry of the scaled matrix that proposes, so that its scales stay finite.
 FLOOR = 1e-30
-# How often what is left is scaled anew in training.
+# How often the remaining matrix is rescaled in training.
 RESCALINGS = 8
 
 

@@ -20,7 +20,7 @@ __all__ = ["MAX_SIZE", "log_permanent"]
 
 MAX_SIZE = 14
 FEW = 5  # up to here it is faster to list the permutations
-# The programme of so many steps is done at once; a batch that takes more is done in parts.
+# The largest number of steps done at once; a batch that takes more is computed in chunks.
 CHUNK_STEPS = 2**23
 
 Method = Literal[

@@ -363,7 +363,7 @@ def test_local_latents_of_guides_by_hand_stay_as_they_are(kind: str, elbo: ELBO)
 def test_local_latents_that_depend_on_what_moves_are_refused() -> None:
     average = AutoSymmetrized(partial(local_guide, "entangled"), SWAP, model=local_model)
     with pytest.raises(
-        NoDensityError, match=r"\['z'\], which lie in subsampled plates, where .* in part, to"
+        NoDensityError, match=r"\['z'\], which lie in subsampled plates, where .* part of their density, to"
     ):
         average()
 
