@@ -150,13 +150,13 @@ def test_an_anchor_that_does_not_look_at_the_parameters_is_caught(monkeypatch: p
 
 def test_failed_looks_become_rare_and_are_forgotten_once_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
-    look = Certificate._look
+    look = Certificate._measure
 
     def counted(self: Certificate, normals: Any) -> _Anchor:
         looks.append(normals)
         return look(self, normals)
 
-    monkeypatch.setattr(Certificate, "_look", counted)
+    monkeypatch.setattr(Certificate, "_measure", counted)
     watch = Certificate({"w": -2}, False, 1e-6)
     together, apart = layer(4, 0.1), layer(4, 100.0)
     assert all(watch.bound({"w": together}) is None for _ in range(1000))
