@@ -19,21 +19,7 @@ Optimizer: TypeAlias = (
 def sgd_arguments(
     lr: float | None, momentum: float | None, optimizer: Optimizer | None, num_data: int
 ) -> tuple[float, float]:
-    """Learning rate and momentum, from an optimiser or from numbers.
-
-    Args:
-        lr: the learning rate; not with ``optimizer``.
-        momentum: of SGD; by default none.
-        optimizer: as for :func:`learning_rate_and_momentum`.
-        num_data: rows of the whole data set, for what messages advise.
-
-    Returns:
-        Both numbers.
-
-    Raises:
-        TypeError: if neither ``lr`` nor ``optimizer`` is given, or the optimiser is not SGD.
-        ValueError: if both are, or the optimiser does what the kernel can't.
-    """
+    """Learning rate and momentum (by default 0), either from an optimiser or from numbers."""
     if optimizer is None:
         if lr is None:
             raise TypeError("from_sgd needs the learning rate; pass lr=, or optimizer=torch.optim.SGD(…)")
@@ -45,18 +31,10 @@ def sgd_arguments(
 
 
 def learning_rate_and_momentum(optimizer: Optimizer, num_data: int) -> tuple[float, float]:
-    """What an SGD optimiser is set to now.
+    """Current learning rate and momentum of an SGD optimiser; ``num_data`` is for what messages advise.
 
-    Args:
-        optimizer: a ``torch.optim.SGD``, a ``pyro.optim.SGD``, or ``(torch.optim.SGD, {"lr": …})``.
-        num_data: rows of the whole data set, for what messages advise.
-
-    Returns:
-        Learning rate and momentum.
-
-    Raises:
-        TypeError: if it is another optimiser.
-        ValueError: if it has settings that no kernel is the noisy version of, or groups that differ.
+    Raises a ``TypeError`` if it is another optimiser, and a ``ValueError`` if it has settings that no kernel
+    is the noisy version of, or groups that differ.
     """
     groups = _param_groups(optimizer)
     for name in ("lr", "momentum"):
