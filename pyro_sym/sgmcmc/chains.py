@@ -147,11 +147,6 @@ class Chains:
         return self.state[0]
 
     @property
-    def momentum(self) -> Tensor | None:
-        """The momenta, of shape ``(C, d)``, where the dynamics has them."""
-        return self.state[1] if self.kernel.needs.momentum else None
-
-    @property
     def diverged(self) -> dict[int, Divergence]:
         """By chain, how it ended."""
         return self._divergences.ended
@@ -341,7 +336,7 @@ class Chains:
             self.kernel.step(state, torch.zeros_like(state[0]), noise, **settings)
 
     def _compiles(self, warming_up: bool) -> bool:
-        """Whether steps can be taken by compiled code, which looks at nothing between them."""
+        """Whether steps can be taken by compiled code, which checks nothing between them."""
         return (
             self._fused is not None
             and self._fused.gradient.mode == "compile"
@@ -417,7 +412,7 @@ class Chains:
     def _evaluate_at(self, shard: Shard, state: State, minibatch: Minibatch) -> None:
         """Evaluate energy and gradient of a shard at its new positions, and commit them."""
         ended, check = self._divergences, self._check_finite
-        # A model may fail in ways of its own at a position that is not finite: look before it is evaluated.
+        # A model may raise its own error at a position that is not finite: check before it is evaluated.
         check("position", state[0], shard, minibatch)
         if ended.ended:
             state = ended.freeze(shard.rows, state, shard.state)
@@ -460,7 +455,7 @@ class Chains:
         start = None if self._blame is None else self._blame(self, chain, minibatch)
         return start or (
             f"lower step_size ({self.step_size:g} at this step; a kernel by from_sgd has it from lr), or see "
-            "whether the model's log density is finite where the chain has come to"
+            "whether the model's log density is finite at the chain's position"
         )
 
     def report(self) -> dict[str, str]:

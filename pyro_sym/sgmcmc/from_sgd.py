@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from pyro.optim.optim import PyroOptim
 
-__all__ = ["Optimizer", "check_sgd", "learning_rate_and_momentum", "sgd_arguments"]
+__all__ = ["Optimizer", "check_sgd", "sgd_arguments"]
 
 Optimizer: TypeAlias = (
     torch.optim.Optimizer | PyroOptim | tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
@@ -19,7 +19,12 @@ Optimizer: TypeAlias = (
 def sgd_arguments(
     lr: float | None, momentum: float | None, optimizer: Optimizer | None, num_data: int
 ) -> tuple[float, float]:
-    """Learning rate and momentum (by default 0), either from an optimiser or from numbers."""
+    """Learning rate and momentum (by default 0), from numbers or from an SGD optimiser as it is set now.
+
+    Raises a ``TypeError`` if neither is given, or it is another optimiser, and a ``ValueError`` if both are,
+    or it has settings that no kernel is the noisy version of, or groups that differ. ``num_data`` is for
+    messages.
+    """
     if optimizer is None:
         if lr is None:
             raise TypeError("from_sgd needs the learning rate; pass lr=, or optimizer=torch.optim.SGD(…)")
@@ -27,15 +32,6 @@ def sgd_arguments(
     if lr is not None or momentum is not None:
         given = "lr" if lr is not None else "momentum"
         raise ValueError(f"both optimizer and {given} are given; pass the optimizer alone, which has its own")
-    return learning_rate_and_momentum(optimizer, num_data)
-
-
-def learning_rate_and_momentum(optimizer: Optimizer, num_data: int) -> tuple[float, float]:
-    """Current learning rate and momentum of an SGD optimiser; ``num_data`` is for what messages advise.
-
-    Raises a ``TypeError`` if it is another optimiser, and a ``ValueError`` if it has settings that no kernel
-    is the noisy version of, or groups that differ.
-    """
     groups = _param_groups(optimizer)
     for name in ("lr", "momentum"):
         values = [float(group[name]) for group in groups]

@@ -83,12 +83,7 @@ def _refuse(variance: float, step_size: Scalar, noise_estimate: Scalar) -> None:
 
 
 def draw_momentum(noise: Tensor, *, temperature: Scalar, inverse_mass: Scalar = 1.0) -> Tensor:
-    r"""Momenta of the law :math:`N(0, T / G)`, :math:`m = \sqrt{T / G} \, \xi`; zeros at :math:`T = 0`.
-
-    Example:
-        >>> draw_momentum(torch.tensor([1.0, -1.0]), temperature=4.0)
-        tensor([ 2., -2.])
-    """
+    r"""Momenta of the law :math:`N(0, T / G)`, :math:`m = \sqrt{T / G} \, \xi`; zeros at :math:`T = 0`."""
     variance = temperature / inverse_mass
     return (variance.sqrt() if isinstance(variance, Tensor) else math.sqrt(variance)) * noise
 

@@ -202,18 +202,12 @@ class SGNHT(StochasticGradientKernel):
 
     def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Any) -> State:
         """One step of :func:`sgnht`."""
-        position, momentum, thermostat = state
-        return sgnht(
-            position,
-            momentum,
-            thermostat,
-            gradient,
-            noise,
-            friction=self.friction,
-            thermal_inertia=self.thermal_inertia,
-            groups=self._groups,
-            **settings,
-        )
+        settings |= {
+            "friction": self.friction,
+            "thermal_inertia": self.thermal_inertia,
+            "groups": self._groups,
+        }
+        return sgnht(*state, gradient, noise, **settings)
 
     def thermal_momentum(self, state: State, gradient: Tensor, **settings: Any) -> Tensor:
         """:func:`~pyro_sym.sgmcmc.underdamped.momentum_within_kick`, damped by the thermostats."""

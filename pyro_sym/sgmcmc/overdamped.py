@@ -81,10 +81,6 @@ def sgld_from_sgd(lr: float, num_data: int) -> float:
     ``torch.optim.SGD(lr=lr)`` on the loss :math:`L = U / N` averaged over the :math:`N` rows of the data set
     (``num_data``; 1 if the loss is a sum) is :func:`sgld` at :math:`T = 0` with :math:`h = \mathrm{lr} / N`.
     A prior :math:`N(0, s^2)` stands for ``weight_decay`` :math:`1 / (N s^2)`.
-
-    Example:
-        >>> sgld_from_sgd(lr=0.1, num_data=1000)
-        0.0001
     """
     check_sgd(lr, 0.0, num_data)
     return lr / num_data
@@ -215,6 +211,4 @@ class LeimkuhlerMatthews(SGLD):
 
     def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Any) -> State:
         """One step of :func:`averaged_langevin`."""
-        position, previous = state
-        own = {"noise_estimate": self.noise_estimate, **settings}
-        return averaged_langevin(position, previous, gradient, noise, **own)
+        return averaged_langevin(*state, gradient, noise, noise_estimate=self.noise_estimate, **settings)

@@ -305,10 +305,6 @@ def rescale_momentum(momentum: Tensor, old: Tensor | None, new: Tensor | None) -
 
     with None for :math:`G = 1`. The covariance of order :math:`h` that position and momentum have between
     steps is scaled along, and recovers in a relaxation time.
-
-    Example:
-        >>> rescale_momentum(torch.tensor([2.0, 2.0]), None, torch.tensor([4.0, 1.0]))
-        tensor([1., 2.])
     """
     if old is not None:
         momentum = momentum * old.sqrt()

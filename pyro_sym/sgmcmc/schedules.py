@@ -236,10 +236,6 @@ def relaxation_share(friction: float, step_size: float) -> float:
 
     A relaxation time is :math:`8 / \gamma` (:class:`Cyclical`), and at least 20 steps, for friction so large
     that a step forgets the momentum.
-
-    Example:
-        >>> relaxation_share(friction=2.0, step_size=0.1)
-        0.025
     """
     return min(friction * step_size, 0.4) / 8
 

@@ -151,24 +151,23 @@ def _warn_of_relaxation(kernel: Kernel) -> None:
         return
     name, sampling = type(kernel).__name__, range(cycle.exploration_steps, cycle.period)
     if kernel.relaxation(kernel.step_size_at(sampling[0])) == math.inf:
-        warnings.warn(
+        message = (
             f"{name} has no friction, so it is not known how long the sampling phases of {cycle!r} take to "
             "relax from temperature 0, and all their draws are kept; their first ones are too narrow. Pass "
-            "relaxation=, a number of steps",
-            stacklevel=4,
+            "relaxation=, a number of steps"
         )
-        return
-    relaxed = 0.0
-    for step in sampling:
-        relaxed += kernel.relaxation(kernel.step_size_at(step))
-        if relaxed >= 1:
-            return
-    warnings.warn(
-        f"no draw can be kept: a sampling phase of {cycle!r} has {len(sampling)} steps, which are "
-        f"{relaxed:.2g} of a relaxation time at friction {getattr(kernel, 'friction', 0):g}. Raise period, "
-        "sampling_fraction, floor or friction, or pass relaxation=, a number of steps",
-        stacklevel=4,
-    )
+    else:
+        relaxed = 0.0
+        for step in sampling:
+            relaxed += kernel.relaxation(kernel.step_size_at(step))
+            if relaxed >= 1:
+                return
+        message = (
+            f"no draw can be kept: a sampling phase of {cycle!r} has {len(sampling)} steps, which are "
+            f"{relaxed:.2g} of a relaxation time at friction {getattr(kernel, 'friction', 0):g}. Raise "
+            "period, sampling_fraction, floor or friction, or pass relaxation=, a number of steps"
+        )
+    warnings.warn(message, stacklevel=4)
 
 
 def refuse_copies(chains: Chains, steps: int, *, given: bool) -> None:

@@ -16,11 +16,9 @@ from pyro_sym.graph.record import Function, UntraceableError, trace
 from pyro_sym.graph.simplify import simplify
 from pyro_sym.model.gradient import Gradient
 from pyro_sym.model.minibatch import Minibatch
+from pyro_sym.sgmcmc.kernel import State
 
-__all__ = ["FusedSteps", "State", "Step", "block_length"]
-
-State = tuple[Tensor, ...]
-"""The state of a sampler; its first part is the position, of shape ``(C, d)``."""
+__all__ = ["FusedSteps", "Step", "block_length"]
 
 Step = Callable[..., State]
 """From state, gradient ``(C, d)``, noise, step size (0-d) and temperature (0-d or ``(C, 1)``) to a state.
@@ -57,15 +55,6 @@ class FusedSteps:
     seconds, and kept in its cache folder for later runs, also with other data of the same shapes. Without a
     C++ compiler the steps are taken one by one, and a warning says so. ``step`` has to be a pure function of
     tensors: it must neither change its arguments, nor read their values, nor draw random numbers.
-
-    Example:
-        >>> def model():
-        ...     pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        >>> def descend(state, gradient, noise, step_size, temperature):
-        ...     return (state[0] - step_size * gradient,)
-        >>> steps = FusedSteps(Gradient(Potential(model), jit="compile"), descend)
-        >>> steps.gradient.mode  # nothing is compiled before the first call
-        'compile'
     """
 
     def __init__(self, gradient: Gradient, step: Step, second_gradient: bool = False) -> None:
@@ -96,10 +85,9 @@ class FusedSteps:
         Returns the state after the steps, energies ``(C,)`` and gradients ``(C, d)`` there, and the sum of
         positions, energies and gradients, which is finite if they are.
         """
+        arguments = (state, gradient, noise, indices, step_sizes, temperatures, energy)
         if self.gradient.mode != "compile":
-            after, energy, slope = self.one_by_one(
-                state, gradient, noise, indices, step_sizes, temperatures, energy
-            )
+            after, energy, slope = self.one_by_one(*arguments)
             return after, energy, slope, float(_total(after[0], energy, slope))
         inputs = [*state, gradient, noise, step_sizes, temperatures, *indices.values()]
         inputs += [] if energy is None else [energy]
@@ -107,7 +95,7 @@ class FusedSteps:
         run = self._prepared.get(key)
         if run is None:
             self._prepare(key, inputs, len(state), indices)
-            return self(state, gradient, noise, indices, step_sizes, temperatures, energy)
+            return self(*arguments)
         *parts, energy, slope, total = run(*inputs)
         return tuple(parts), energy, slope, float(total)
 

@@ -143,11 +143,6 @@ def momentum_within_kick(
     Momentum and gradient, of shape ``(*batch, d)``, are those after a step; all else broadcasts to them.
     Gradient noise of variance :math:`V` raises the variance by :math:`h V / (2 \gamma (1 - \tfrac12 \gamma
     h))` for :class:`SGHMC`, and leaves it unchanged for :class:`~pyro_sym.SGNHT`.
-
-    Example:
-        >>> m, gradient = torch.tensor([1.0]), torch.tensor([0.5])
-        >>> momentum_within_kick(m, gradient, step_size=0.5, damping=1.0, friction=1.0, temperature=1.0)
-        tensor([0.7217])
     """
     half = step_size / 2
     variance = kick_variance(step_size, friction, temperature, inverse_mass, noise_estimate)
@@ -163,11 +158,6 @@ def sghmc_from_sgd(lr: float, momentum: float, num_data: int) -> tuple[float, fl
     rows of the data set (``num_data``; 1 if the loss is a sum) is :func:`sghmc` at :math:`T = 0` from
     :math:`m = 0`, from the first step on: SGD's buffer is :math:`-m / (h N)`. :class:`SGHMC` has the formula.
     A prior :math:`N(0, s^2)` stands for ``weight_decay`` :math:`1 / (N s^2)`.
-
-    Example:
-        >>> h, friction = sghmc_from_sgd(lr=0.1, momentum=0.9, num_data=1000)
-        >>> round(h, 6), round(friction, 6)
-        (0.01, 10.0)
     """
     check_sgd(lr, momentum, num_data)
     step_size = math.sqrt(lr / num_data)
@@ -175,13 +165,7 @@ def sghmc_from_sgd(lr: float, momentum: float, num_data: int) -> tuple[float, fl
 
 
 def baoa_from_sgd(lr: float, momentum: float, num_data: int) -> tuple[float, float]:
-    r"""As :func:`sghmc_from_sgd`, by the formula of :class:`BAOA`; friction is infinite at :math:`\mu = 0`.
-
-    Example:
-        >>> h, friction = baoa_from_sgd(lr=0.095, momentum=0.9, num_data=1000)
-        >>> round(h, 6), round(friction, 6)
-        (0.01, 10.536052)
-    """
+    r"""As :func:`sghmc_from_sgd`, for :class:`BAOA`; the friction is infinite at :math:`\mu = 0`."""
     check_sgd(lr, momentum, num_data)
     step_size = math.sqrt(2 * lr / (num_data * (1 + momentum)))
     return step_size, -math.log(momentum) / step_size if momentum > 0 else math.inf
@@ -301,9 +285,8 @@ class SGHMC(_Underdamped):
 
     def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Any) -> State:
         """One step of :func:`sghmc`."""
-        position, momentum = state
         own = {"friction": self.friction, "noise_estimate": self.noise_estimate}
-        return sghmc(position, momentum, gradient, noise, **own, **settings)
+        return sghmc(*state, gradient, noise, **own, **settings)
 
     def thermal_momentum(self, state: State, gradient: Tensor, **settings: Any) -> Tensor:
         """:func:`momentum_within_kick`."""
@@ -377,9 +360,8 @@ class BAOA(_Underdamped):
 
     def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Any) -> State:
         """One step of :func:`baoa`."""
-        position, momentum = state
         own = {"friction": self.friction, "noise_estimate": self.noise_estimate}
-        return baoa(position, momentum, gradient, noise, **own, **settings)
+        return baoa(*state, gradient, noise, **own, **settings)
 
 
 def _expm1(value: Scalar) -> Scalar:
