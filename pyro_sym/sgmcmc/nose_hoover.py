@@ -202,12 +202,9 @@ class SGNHT(StochasticGradientKernel):
 
     def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Any) -> State:
         """One step of :func:`sgnht`."""
-        settings |= {
-            "friction": self.friction,
-            "thermal_inertia": self.thermal_inertia,
-            "groups": self._groups,
-        }
-        return sgnht(*state, gradient, noise, **settings)
+        position, momentum, thermostat = state
+        settings |= {"friction": self.friction, "thermal_inertia": self.thermal_inertia}
+        return sgnht(position, momentum, thermostat, gradient, noise, groups=self._groups, **settings)
 
     def thermal_momentum(self, state: State, gradient: Tensor, **settings: Any) -> Tensor:
         """:func:`~pyro_sym.sgmcmc.underdamped.momentum_within_kick`, damped by the thermostats."""

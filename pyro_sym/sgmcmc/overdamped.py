@@ -211,4 +211,6 @@ class LeimkuhlerMatthews(SGLD):
 
     def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Any) -> State:
         """One step of :func:`averaged_langevin`."""
-        return averaged_langevin(*state, gradient, noise, noise_estimate=self.noise_estimate, **settings)
+        position, previous = state
+        own = {"noise_estimate": self.noise_estimate, **settings}
+        return averaged_langevin(position, previous, gradient, noise, **own)

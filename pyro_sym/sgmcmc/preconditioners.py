@@ -51,15 +51,15 @@ class Preconditioner(ABC):
 
 
 class _Fixed(Preconditioner):
-    """A preconditioner that learns nothing: its state is at most the inverse mass."""
+    """A preconditioner that learns nothing: its inverse mass is 1 by default."""
 
     def update(self, state: State, gradient: Tensor, warming_up: bool) -> dict[str, Tensor]:
         """Return the state."""
         return dict(state)
 
     def inverse_mass(self, state: State) -> Tensor | None:
-        """Return the inverse mass, of shape ``(d,)``, or None if it is 1."""
-        return state.get("inverse_mass")
+        """Return None: the inverse mass is 1."""
+        return None
 
     def is_fixed(self, warming_up: bool) -> bool:
         """Return True."""
@@ -130,6 +130,10 @@ class Diagonal(_Fixed):
                 f"unconstrained values, {tuple(segments)} by site; pass one for each"
             )
         return {"inverse_mass": position.new_tensor(self.variances)}
+
+    def inverse_mass(self, state: State) -> Tensor:
+        """Return the inverse mass, of shape ``(d,)``."""
+        return state["inverse_mass"]
 
 
 @dataclass(frozen=True)

@@ -285,8 +285,9 @@ class SGHMC(_Underdamped):
 
     def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Any) -> State:
         """One step of :func:`sghmc`."""
+        position, momentum = state
         own = {"friction": self.friction, "noise_estimate": self.noise_estimate}
-        return sghmc(*state, gradient, noise, **own, **settings)
+        return sghmc(position, momentum, gradient, noise, **own, **settings)
 
     def thermal_momentum(self, state: State, gradient: Tensor, **settings: Any) -> Tensor:
         """:func:`momentum_within_kick`."""
@@ -360,8 +361,9 @@ class BAOA(_Underdamped):
 
     def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Any) -> State:
         """One step of :func:`baoa`."""
+        position, momentum = state
         own = {"friction": self.friction, "noise_estimate": self.noise_estimate}
-        return baoa(*state, gradient, noise, **own, **settings)
+        return baoa(position, momentum, gradient, noise, **own, **settings)
 
 
 def _expm1(value: Scalar) -> Scalar:
