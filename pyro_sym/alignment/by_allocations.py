@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from pyro_sym.alignment.descent import is_lower
+from pyro_sym.alignment.descent import evenly_spread, lower
 from pyro_sym.alignment.result import Alignment, Draws
 from pyro_sym.errors import SymmetryError
 from pyro_sym.symmetry.assignment import assign, second_best
@@ -124,10 +126,9 @@ def align_allocations(
             f"allocations tell the labels of one Permutation, and nothing of the other members of "
             f"{symmetry!r}; pass that permutation alone, or use align"
         )
-    stream = _Stream.of(draws, probabilities, chunk_size)
+    stream = _Stream(draws, probabilities, chunk_size)
     starts = [_Labelling(stream, method, None)]
-    stride = stream.num_draws / num_references if num_references else 0.0
-    for first in sorted({int((k + 0.5) * stride) for k in range(num_references)}):
+    for first in evenly_spread(stream.num_draws, num_references):
         starts.append(_Labelling(stream, method, stream.chunk(slice(first, first + 1))[0]))
     entropy = 0.0  # of all probabilities; labels do not change it
     for sweep in range(max_sweeps + 1):  # the first computes the objective of the starts
@@ -141,10 +142,7 @@ def align_allocations(
                 start.visit(rows, p)
         for start in active:
             start.finish(entropy)
-    best = starts[0]
-    for start in starts[1:]:
-        if is_lower(start.objective[-1], best.objective[-1]):
-            best = start
+    best = reduce(lower, starts)
     if not best.converged:
         warnings.warn(
             f"align_allocations still moved draws after {max_sweeps} sweeps; its labels are not at a fixed "
@@ -161,45 +159,37 @@ def align_allocations(
 class _Stream:
     """Allocation probabilities of all draws, chunk by chunk, in float64 and clamped from below."""
 
-    def __init__(self, compute: Callable[[slice], Tensor], num_draws: int, size: int) -> None:
-        self._compute, self.num_draws, self.size = compute, num_draws, size
-        self.chunk_size = 1
-        self.num_data = self.chunk(slice(0, 1)).shape[1]
-
-    @classmethod
-    def of(cls, draws: Draws, probabilities: Probabilities | Tensor, chunk_size: int | None) -> _Stream:
-        count = torch.Size(draws.batch_shape).numel()
-        size = draws.flat.members[0].size(draws.descent().draws)
+    def __init__(self, draws: Draws, probabilities: Probabilities | Tensor, chunk_size: int | None) -> None:
+        last = draws.batch_ndim - 1
+        self.num_draws = math.prod(draws.batch_shape)
+        self.size = draws.flat.members[0].size(draws.descent().draws)
+        self._probabilities = probabilities
+        self._samples: dict[str, Tensor] = {}
         if isinstance(probabilities, Tensor):
             lead = tuple(probabilities.shape[: draws.batch_ndim])
             if lead != draws.batch_shape:
                 raise ValueError(f"there are probabilities for {lead} draws, but {draws.batch_shape} draws")
-            given = probabilities.reshape(count, *probabilities.shape[draws.batch_ndim :])
-
-            def compute(rows: slice) -> Tensor:
-                return given[rows]
+            self._probabilities = probabilities.flatten(0, last)  # (M, N, K)
         else:
-            function = probabilities
-            flat = {s: v.detach().flatten(0, draws.batch_ndim - 1) for s, v in draws.samples.items()}
-
-            def compute(rows: slice) -> Tensor:
-                return function({site: value[rows] for site, value in flat.items()})
-
-        stream = cls(compute, count, size)
-        stream.chunk_size = chunk_size or max(1, CHUNK_NUMEL // (stream.num_data * size))
-        return stream
+            self._samples = {site: value.detach().flatten(0, last) for site, value in draws.samples.items()}
+        self.num_data = self.chunk(slice(0, 1)).shape[1]
+        self._chunk_size = chunk_size or max(1, CHUNK_NUMEL // (self.num_data * self.size))
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
-        for first in range(0, self.num_draws, self.chunk_size):
-            rows = slice(first, min(first + self.chunk_size, self.num_draws))
+        for first in range(0, self.num_draws, self._chunk_size):
+            rows = slice(first, min(first + self._chunk_size, self.num_draws))
             yield rows, self.chunk(rows)
 
+    @torch.no_grad()
     def chunk(self, rows: slice) -> Tensor:
-        """Of shape ``(m, N, K)``."""
-        with torch.no_grad():
-            p = self._compute(rows).detach().to("cpu", torch.float64)
-        expected = f"({rows.stop - rows.start}, N, {self.size})"
+        """The probabilities of some draws, ``(m, N, K)``."""
+        if isinstance(self._probabilities, Tensor):
+            p = self._probabilities[rows]
+        else:
+            p = self._probabilities({site: value[rows] for site, value in self._samples.items()})
+        p = p.detach().to("cpu", torch.float64)
         if p.dim() != 3 or (p.shape[0], p.shape[2]) != (rows.stop - rows.start, self.size):
+            expected = f"({rows.stop - rows.start}, N, {self.size})"
             raise ValueError(f"probabilities have shape {tuple(p.shape)}, expected {expected}")
         if not (p.isfinite().all() and (p >= 0).all()):
             raise ValueError(
@@ -221,10 +211,8 @@ class _Labelling:
         self.converged = False
         self._method = method
         self._mean = first  # None to keep the labels of the draws in the first sweep
-        self._begin(torch.zeros(stream.num_data, stream.size, dtype=torch.float64))
-
-    def _begin(self, zeros: Tensor) -> None:
-        self._total, self._moved = zeros, False
+        self._total = torch.zeros(stream.num_data, stream.size, dtype=torch.float64)  # (N, K)
+        self._moved = False
 
     def visit(self, rows: slice, p: Tensor) -> None:
         """Label some draws, ``p`` of shape ``(m, N, K)``, and add them to the next mean."""
@@ -254,19 +242,16 @@ class _Labelling:
             self.converged = True
             value = self.objective[-1]
         self.objective.append(value)
-        self._begin(torch.zeros_like(self._mean))
+        self._total, self._moved = torch.zeros_like(self._mean), False
 
     def margin(self, rows: slice, p: Tensor) -> Tensor:
-        """What the second best labels of some draws add to the divergence."""
-        cost = -(self._means().log().T @ _labelled(p, self.labels[rows]))
+        """By how much the second best labels of some draws raise the divergence, ``(m,)``."""
+        assert self._mean is not None
+        cost = -(self._mean.log().T @ _labelled(p, self.labels[rows]))  # (m, K, K)
         return second_best(cost).clamp(min=0)
 
-    def _means(self) -> Tensor:
-        assert self._mean is not None
-        return self._mean
-
     def _scores(self, mean: Tensor) -> Tensor:
-        """What datum i adds to the objective in slot l, up to sign and constants."""
+        """The objective of datum i in slot l, up to sign and constants, ``(N, K)``."""
         if self._method == "kl":
             return mean.log()
         return torch.nn.functional.one_hot(mean.argmax(-1), mean.shape[-1]).to(mean)

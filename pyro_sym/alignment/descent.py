@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyro_sym.symmetry.base import Group
 from pyro_sym.symmetry.blocks import Moments
 from pyro_sym.symmetry.nearest import LEAST_GAIN, Nearest, State
 from pyro_sym.symmetry.product import Product
 
-__all__ = ["Descent", "Run", "Scaling", "in_double", "is_lower"]
+__all__ = ["Descent", "Run", "Scaling", "evenly_spread", "in_double", "lower"]
 
 # Coordinates are scaled to unit variance over all draws and units. A slot's own variance is held when it
 # falls this far below that, so that units that never move get a large weight and not an infinite one.
@@ -72,7 +72,7 @@ def in_double(values: Mapping[str, Tensor], batch_ndim: int) -> dict[str, Tensor
 
 
 class Run(NamedTuple):
-    """What a descent ended in."""
+    """The end of a descent, with the objective after each sweep."""
 
     state: State
     objective: list[float]
@@ -80,30 +80,22 @@ class Run(NamedTuple):
 
 
 class Descent(Nearest):
-    """Coordinate descent over the elements of all draws and over the moments of the aligned draws.
+    """Coordinate descent over the elements of all scaled draws and over the moments of the aligned draws.
 
-    Args:
-        group: the product.
-        draws: by site, of shape ``(M, *shape)``, scaled.
-        spread: by site, the variance of one coordinate over draws and units.
+    ``spread`` is the variance of one coordinate over draws and units, by site.
     """
 
     def __init__(self, group: Product, draws: dict[str, Tensor], spread: Mapping[str, Tensor]) -> None:
         super().__init__(group, draws)
-        self._pool: Group = group
         self.spread = spread
 
     def moments(self, images: Mapping[str, Tensor]) -> Moments:
         """Mean and variance over draws."""
         mean = {site: value.mean(0) for site, value in images.items()}
         variance = {site: (value - mean[site]).square().mean(0) for site, value in images.items()}
-        return Moments(
-            mean,
-            {
-                site: value.clamp(min=VARIANCE_FLOOR * float(self.spread[site]))
-                for site, value in self._pool.pool_variance(variance).items()
-            },
-        )
+        pooled = self.group.pool_variance(variance)
+        floors = {site: VARIANCE_FLOOR * float(self.spread[site]) for site in pooled}
+        return Moments(mean, {site: value.clamp(min=floors[site]) for site, value in pooled.items()})
 
     def at_point(self, point: Mapping[str, Tensor]) -> Moments:
         """One point as the mean, with the variances of all draws and units."""
@@ -117,8 +109,7 @@ class Descent(Nearest):
     def starts(self, num_references: int) -> Iterator[State]:
         """The draws as they are, then closest to one draw after another."""
         yield self.start()
-        stride = self.num_draws / num_references if num_references else 0.0
-        for k in sorted({int((i + 0.5) * stride) for i in range(num_references)}):
+        for k in evenly_spread(self.num_draws, num_references):
             reference = {site: value[k] for site, value in self.draws.items()}
             yield self.place(self.at_point(reference), self.blocks)
 
@@ -136,13 +127,8 @@ class Descent(Nearest):
 
     def best_run(self, num_references: int, num_restarts: int, max_sweeps: int) -> Run:
         """The run from the best of several starts, refined."""
-        best: Run | None = None
-        for start in self.starts(num_references):
-            run = self.run(start, max_sweeps)
-            if best is None or is_lower(run.objective[-1], best.objective[-1]):
-                best = run
-        assert best is not None
-        return self.refine(best, num_restarts, max_sweeps)
+        runs = (self.run(start, max_sweeps) for start in self.starts(num_references))
+        return self.refine(reduce(lower, runs), num_restarts, max_sweeps)
 
     def refine(self, run: Run, num_restarts: int, max_sweeps: int) -> Run:
         """Place all draws from scratch, in several orders of the blocks, until no order moves a draw."""
@@ -160,6 +146,12 @@ class Descent(Nearest):
         return run
 
 
-def is_lower(new: float, old: float) -> bool:
-    """Whether an objective is lower by more than rounding."""
-    return old - new > LEAST_GAIN * (1 + abs(old))
+def lower(first: Any, second: Any) -> Any:
+    """The run that ends in the lower objective; the first if they tie, up to rounding."""
+    old, new = first.objective[-1], second.objective[-1]
+    return second if old - new > LEAST_GAIN * (1 + abs(old)) else first
+
+
+def evenly_spread(count: int, number: int) -> list[int]:
+    """Up to ``number`` different indices below ``count``."""
+    return sorted({int((i + 0.5) * (count / number)) for i in range(number)})

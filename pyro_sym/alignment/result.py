@@ -99,18 +99,8 @@ class Alignment:
 class Draws:
     """Draws and the group they are aligned modulo, checked and converted to the form of a descent and back.
 
-    Args:
-        samples: draws by site, of shape ``(num_samples, *shape)``, or ``(num_chains, num_samples, *shape)``.
-        symmetry: a group that can be aligned.
-        group_by_chain: whether a chain dim stands in front.
-
-    Attributes:
-        flat: the normal form of the group.
-        batch_shape: the number of draws, as a shape.
-
-    Raises:
-        SymmetryError: if the symmetry can't act on the draws.
-        ValueError: if there are no draws, sites disagree on their number, or a draw is not finite.
+    Arguments and errors are those of :func:`~pyro_sym.align`. ``flat`` is the normal form of the group, and
+    ``batch_shape`` the number of draws, as a shape.
     """
 
     def __init__(self, samples: Mapping[str, Tensor], symmetry: Group, group_by_chain: bool) -> None:
@@ -123,7 +113,7 @@ class Draws:
         self._scaled = self.scaling(viewed, self.batch_ndim)
 
     def descent(self) -> Descent:
-        """Of the scaled draws."""
+        """A descent of the scaled draws."""
         return Descent(self.flat.symmetry, self._scaled, self.scaling.spread)
 
     def point(self, name: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

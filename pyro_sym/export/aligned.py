@@ -21,16 +21,10 @@ Values = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Aligned:
-    """Draws aligned.
-
-    Attributes:
-        draws: by site, of shape ``(num_chains, num_samples, *shape)``.
-        stats: the elements and the confidence in them, as statistics by draw.
-        attrs: attributes that describe the alignment.
-    """
+    """Aligned draws of shape ``(num_chains, num_samples, *shape)``, by site."""
 
     draws: dict[str, Tensor]
-    stats: dict[str, Tensor]
+    stats: dict[str, Tensor]  # by draw: the elements and the confidence in them
     attrs: dict[str, Any]
 
 

@@ -275,7 +275,7 @@ class _Walk:
         """Disjoint sets of axes that flip together, preferring sets without buffers, then small ones."""
         mine = {bit: place for bit, place in self.bits.items() if place in places}
         free = sum(mine)
-        basis = [vector & free for vector in _null_space(constraints, list(mine))]
+        basis = [vector & free for vector in null_space(constraints, mine)]
         basis = [vector for vector in basis if vector]
         spanned = set(basis)
         if len(basis) <= MAX_COMBINED:
@@ -287,23 +287,6 @@ class _Walk:
             if all(vector & other == 0 for other in chosen):
                 chosen.append(vector)
         return [[place for bit, place in mine.items() if bit & vector] for vector in chosen]
-
-
-def _null_space(rows: Iterable[int], bits: list[int]) -> list[int]:
-    """A basis of the bit masks that have an even number of bits in common with each row, over GF(2)."""
-    pivots: dict[int, int] = {}
-    every = sum(bits)
-    for row in rows:
-        every |= row
-        for pivot, kept in pivots.items():
-            if row & pivot:
-                row ^= kept
-        if row:
-            new = row & -row
-            pivots = {pivot: kept ^ row if kept & new else kept for pivot, kept in pivots.items()}
-            pivots[new] = row
-    free = [1 << k for k in range(every.bit_length()) if every >> k & 1 and 1 << k not in pivots]
-    return [bit | sum(pivot for pivot, kept in pivots.items() if kept & bit) for bit in free]
 
 
 def _merge(atoms: Atoms, axis: Iterable[Factor], moving: set[int]) -> list[tuple[int, int]]:

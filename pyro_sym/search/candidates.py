@@ -21,23 +21,14 @@ Kind = type[Permutation] | type[SignFlip]
 
 @dataclass(frozen=True)
 class Candidate:
-    """An axis of a latent site, both axes of a covariance, or a site as a whole.
-
-    Attributes:
-        site: the name of the site.
-        axes: the axes, counted from the right; none for a site as a whole.
-        size: the number of units along the axis; 1 for a site as a whole.
-        coupled: whether the support ties the units to each other, as in a simplex.
-        signed: whether signs may flip.
-        shape: of a site as a whole, which has one sign.
-    """
+    """An axis of a latent site, both axes of a covariance, or a site as a whole."""
 
     site: str
-    axes: tuple[int, ...]
-    size: int
-    coupled: bool
-    signed: bool
-    shape: tuple[int, ...] = ()
+    axes: tuple[int, ...]  # counted from the right; none for a site as a whole
+    size: int  # the number of units along the axis; 1 for a site as a whole
+    coupled: bool  # whether the support ties the units to each other, as in a simplex
+    signed: bool  # whether signs may flip
+    shape: tuple[int, ...] = ()  # of a site as a whole, which has one sign
 
     def may_be_moved_by(self, kind: Kind) -> bool:
         """Whether a group of this kind may act on it, and not trivially."""
@@ -52,11 +43,7 @@ class Candidate:
 
 
 def candidates(program: Program) -> list[Candidate]:
-    """The axes of continuous latent sites that may be exchangeable.
-
-    Raises:
-        ValueError: if there are no continuous latent sites.
-    """
+    """The axes of continuous latent sites that may be exchangeable; an error if there are no such sites."""
     if not program.latents:
         raise ValueError(
             f"the model has no continuous latent sites whose labels could be exchangeable (enumerated: "

@@ -65,16 +65,13 @@ SAFETY = 16.0
 
 
 class Joint:
-    """The log joint at a point, element by element.
-
-    Attributes:
-        terms: the terms by name.
-        elements: the elements of all terms, concatenated and in double precision.
-    """
+    """The log joint at a point, by terms, and by the elements of all terms in double precision."""
 
     def __init__(self, terms: Mapping[str, Term]) -> None:
         self.terms = dict(terms)
-        self.elements = torch.cat([term.elements.reshape(-1).double() for term in self.terms.values()])
+        self.elements = torch.cat(
+            [term.elements.reshape(-1).double() for term in self.terms.values()]
+        )  # (n,)
 
     @cached_property
     def sizes(self) -> Tensor:
@@ -105,19 +102,12 @@ class Joint:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the log joint that is more than rounding.
-
-    Attributes:
-        total: the sum of the changes of the unbalanced terms.
-        allowed: their allowance for rounding.
-        size: the scaled size of the elements that moved in them.
-        terms: the change of each unbalanced term, by name.
-    """
+    """A change of the log joint that is more than rounding: a sum over the unbalanced terms."""
 
     total: float
-    allowed: float
-    size: float
-    terms: dict[str, float]
+    allowed: float  # for rounding
+    size: float  # of the elements that moved, scaled
+    terms: dict[str, float]  # the change of each
 
     @property
     def relative(self) -> float:
@@ -131,19 +121,10 @@ def evaluated(program: Program, values: Values, indices: Values) -> Joint:
 
 
 def compared(before: Joint, after: Joint, levels: Levels | None = None) -> Change | None:
-    """The change of the log joint from one point to another, if it is more than rounding.
+    """The change of the log joint from a point where it is finite to another; None if it may be rounding.
 
-    Args:
-        before: the log joint at the first point, which is finite there.
-        after: the log joint at the second.
-        levels: relative levels of rounding by term, as :func:`rounding_levels` measures them; by default
-            small constants.
-
-    Returns:
-        The change, or None if rounding accounts for it.
-
-    Raises:
-        SymmetryError: if the two have different terms, or terms of different shapes.
+    ``levels`` are the relative levels of rounding of terms that :func:`rounding_levels` measures; by default
+    small constants. It is an error if the two have different terms, or terms of different shapes.
     """
     _refuse_other_terms(before, after)
     difference = after.elements - before.elements
@@ -181,15 +162,9 @@ def _sums_of_moved(
 
 
 def rounding_levels(evaluate: Callable[[dict[str, Tensor]], Joint], values: Values, joint: Joint) -> Levels:
-    """Measure the relative level of rounding of each term at a point, from second differences.
+    """The relative level of rounding of each term at a point with log joint ``joint``, by second differences.
 
-    Args:
-        evaluate: the log joint as a function of the values.
-        values: the point, by site.
-        joint: the log joint there.
-
-    Returns:
-        Levels by term for :func:`compared`; empty if the log joint can't be evaluated nearby.
+    Empty if the log joint can't be evaluated nearby.
     """
     seconds = torch.zeros_like(joint.elements)
     with pyro.validation_enabled(False):  # a simplex need not sum to one to the last digits here
@@ -220,11 +195,9 @@ def _step(value: Tensor) -> Tensor:
 
 def _floor(term: Term, sizes: Tensor) -> Tensor:
     """By how much elements of given sizes may change without a measurement of rounding."""
-    dtype = term.elements.dtype
-    last = LAST_UNITS * torch.finfo(dtype).eps * sizes
-    return (FLOOR.get(dtype, 2 * LAST_UNITS * torch.finfo(dtype).eps) * sizes).minimum(
-        last.clamp(min=FLOOR_NATS)
-    )
+    last = LAST_UNITS * torch.finfo(term.elements.dtype).eps
+    floor = FLOOR.get(term.elements.dtype, 2 * last)
+    return (floor * sizes).minimum((last * sizes).clamp(min=FLOOR_NATS))
 
 
 def _refuse_other_terms(before: Joint, after: Joint) -> None:

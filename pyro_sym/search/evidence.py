@@ -28,7 +28,7 @@ from pyro_sym.errors import SymmetryError
 from pyro_sym.model.all_rows import Window, blocks, widened
 from pyro_sym.model.program import Program, init_to_prior
 from pyro_sym.search.comparison import Change, Joint, compared, evaluated, rounding_levels
-from pyro_sym.symmetry.base import Element, Group
+from pyro_sym.symmetry.base import Element, Group, leaves
 from pyro_sym.unwrap import support_of_entries
 
 __all__ = ["MAX_GENERATORS", "Evidence", "Point", "Refutation", "finite_draws", "named", "unbroken"]
@@ -49,18 +49,11 @@ MAX_ROW_OPERATIONS = 5e11
 
 @dataclass(frozen=True)
 class Point:
-    """A point at which a log joint is finite.
+    """A point at which a log joint is finite."""
 
-    Attributes:
-        program: the model, perhaps with larger minibatches than the user's.
-        values: values by site.
-        indices: indices by subsampled plate.
-        joint: the log joint there.
-    """
-
-    program: Program
+    program: Program  # the model, perhaps with larger minibatches than the user's
     values: dict[str, Tensor]
-    indices: dict[str, Tensor]
+    indices: dict[str, Tensor]  # by subsampled plate
     joint: Joint
 
     def evaluate(self, values: dict[str, Tensor]) -> Joint:
@@ -70,8 +63,7 @@ class Point:
     def change(self, values: dict[str, Tensor]) -> Change | None:
         """The change of the log joint at other values, if it is more than the measured rounding.
 
-        Raises:
-            ValueError: if a value is outside of the support of its site.
+        It is a ``ValueError`` if a value is outside of the support of its site.
         """
         after = self.evaluate(values)
         return None if compared(self.joint, after) is None else compared(self.joint, after, self.levels)
@@ -84,23 +76,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Refutation:
-    """A proof that a group is no symmetry: an element that changes the log joint at a point.
-
-    Attributes:
-        symmetry: the group.
-        name: the element in words.
-        element: the element.
-        point: where it changes the log joint.
-        change: by how much; None if the image is outside of the support.
-        outside: Pyro's message about that image.
-    """
+    """A proof that a group is no symmetry: an element that changes the log joint at a point."""
 
     symmetry: Group
-    name: str
+    name: str  # the element in words
     element: Element
     point: Point
-    change: Change | None
-    outside: str = ""
+    change: Change | None  # None if the image is outside of the support
+    outside: str = ""  # Pyro's message about that image
 
     def __str__(self) -> str:
         if self.change is None:
@@ -119,22 +102,13 @@ class Refutation:
 class Evidence:
     """Prior draws of a model, and all its rows.
 
-    Args:
-        program: the model.
-        dtype: of the values.
-
-    Attributes:
-        unseen: which rows are not checked, in words; empty if all are.
-
-    Raises:
-        SymmetryError: if the log joint is random at fixed values.
-        ValueError: if no prior draw has a finite log joint.
+    It is an error if no prior draw has a finite log joint, or if that is random at fixed values.
     """
 
     def __init__(self, program: Program, dtype: torch.dtype) -> None:
         self.program = program
         self.dtype = dtype
-        self.unseen = ""
+        self.unseen = ""  # which rows are not checked, in words
         self.points = finite_draws(program, dtype)
         for point in self.points:
             _refuse_hidden_randomness(point)
@@ -142,20 +116,14 @@ class Evidence:
         self._windows: list[Window] | None = None
 
     def refute(self, symmetry: Group) -> Refutation | None:
-        """The first element of a group that changes the log joint; None if none does.
-
-        Raises:
-            SymmetryError: if the group can't act on the model's sites.
-        """
+        """The first element of a group that changes the log joint; None if none does."""
         for point in [*self.points, *self._at_bounds]:
             symmetry.check_values(point.values)
-            refutation = _first_refutation(symmetry, _elements(symmetry, point), point)
-            if refutation:
-                return refutation
+            if found := _first_refutation(symmetry, _elements(symmetry, point), point):
+                return found
         for point in self._all_rows():
-            refutation = _first_refutation(symmetry, self._elements_of_rows(symmetry, point), point)
-            if refutation:
-                return refutation
+            if found := _first_refutation(symmetry, self._elements_of_rows(symmetry, point), point):
+                return found
         return None
 
     def _all_rows(self) -> Iterator[Point]:
@@ -177,7 +145,7 @@ class Evidence:
         if infinite:
             self.unseen = (
                 f"the log joint is finite at none of {len(self._draws)} prior draws on {infinite} of "
-                f"{len(self._windows)} windows of rows of {self._plate_names()}"
+                f"{len(self._windows)} windows of rows of {', '.join(map(repr, self.program.plates))}"
             )
 
     def _plan(self) -> None:
@@ -208,9 +176,6 @@ class Evidence:
                 "expensive; a break that only shows on other rows is not detected"
             )
 
-    def _plate_names(self) -> str:
-        return ", ".join(map(repr, self.program.plates))
-
     def _elements_of_rows(self, symmetry: Group, point: Point) -> list[tuple[str, Element]]:
         generators = symmetry.generators(point.values)
         if len(generators) <= min(self._trials, MAX_GENERATORS):
@@ -219,11 +184,7 @@ class Evidence:
 
 
 def finite_draw(program: Program, dtype: torch.dtype) -> Point:
-    """A point at which the log joint is finite, drawn by the program's init strategy.
-
-    Raises:
-        ValueError: if the log joint is not finite at any of 20 draws.
-    """
+    """A point at which the log joint is finite, drawn by the program's init strategy; 20 draws are tried."""
     for _ in range(20):
         values, indices = program.draw()
         if dtype == torch.float64:
@@ -256,11 +217,11 @@ def _draws_at_bounds(program: Program, dtype: torch.dtype) -> Iterator[Point]:
     """
     if any(_uneven_bounds(latent.support) for latent in program.latents.values()):
         for end in (-END, END):
-            at_end = Program(
-                program.model, program.args, program.kwargs, init_strategy=partial(_near_bound, end)
-            )
+            start = partial(_near_bound, end)
             with suppress(ValueError):  # the log joint may be infinite there
-                yield finite_draw(at_end, dtype)
+                yield finite_draw(
+                    Program(program.model, program.args, program.kwargs, init_strategy=start), dtype
+                )
 
 
 def _uneven_bounds(support: Any) -> bool:
@@ -285,13 +246,9 @@ def unbroken(
 ) -> tuple[list[Any], list[tuple[Any, Refutation]]]:
     """The members whose product is a symmetry, and the others, each with its refutation.
 
-    The product is tried as a whole. If an element changes the log joint, its parts are applied in turn from
-    the same point; at least one of these steps changes the log joint, and its member is removed.
-
-    Args:
-        evidence: the model, with the points and rows to try.
-        members: the members of the product.
-        group: makes the product of some members; its elements are tuples of theirs.
+    ``group`` makes a product, whose elements are tuples, of some members. The product is tried as a whole. If
+    an element changes the log joint, its parts are applied in turn from the same point; at least one of these
+    steps changes the log joint, and its member is removed.
     """
     left, broken = list(members), []
     while left:
@@ -309,7 +266,11 @@ def _guilty(refutation: Refutation) -> list[int]:
     group: Any = refutation.symmetry  # a product of the members
     point = refutation.point
     parts = list(group.identity(point.values))
-    moving = [i for i in range(len(parts)) if not _equal(parts[i], refutation.element[i])]
+    moving = [
+        i
+        for i, neutral in enumerate(parts)
+        if not all(map(torch.equal, leaves(neutral), leaves(refutation.element[i])))
+    ]
     # Permutations first, then signs: the order within an element of a product.
     moving.sort(key=lambda i: getattr(group.members[i], "symmetry", group.members[i]).flips)
     guilty, here = [], point
@@ -327,12 +288,6 @@ def _guilty(refutation: Refutation) -> list[int]:
         else:
             here = Point(point.program, values, point.indices, after)
     return guilty or moving
-
-
-def _equal(first: Any, second: Any) -> bool:
-    if isinstance(first, tuple):
-        return all(map(_equal, first, second))
-    return torch.equal(first, second)
 
 
 def _elements(symmetry: Group, point: Point) -> Iterator[tuple[str, Element]]:

@@ -136,12 +136,9 @@ def find(program: Program, dtype: torch.dtype) -> Symmetry:
         # The search compares few rows at few points. Repeat it with the point that it missed.
         sets.points.append(refutation.point)
     members, broken = unbroken(evidence, members, Product)
-    for member, refutation in broken:
-        warnings.warn(
-            f"{member} left the log joint unchanged at all points of the search, but is left out: "
-            f"{refutation}",
-            stacklevel=4,
-        )
+    for member, why in broken:
+        message = f"{member} left the log joint unchanged at all points of the search, but is left out: {why}"
+        warnings.warn(message, stacklevel=4)
     members = [*read, *members]
     if members and evidence.unseen:
         warnings.warn(f"{Product(*members)} was not checked on all rows: {evidence.unseen}", stacklevel=4)
@@ -182,8 +179,7 @@ def _read_off_networks(program: Program, evidence: Evidence) -> Iterator[Network
             counter = itertools.count()
             return group.where(lambda _: next(counter) in numbers)
 
-        kept, _ = unbroken(evidence, range(len(own.members)), subgroup)
-        if kept:
+        if kept := unbroken(evidence, range(len(own.members)), subgroup)[0]:
             yield subgroup(*kept)
 
 

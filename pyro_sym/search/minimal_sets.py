@@ -43,21 +43,13 @@ class _OutOfBudgetError(Exception):
 
 
 class MinimalSets:
-    """The search for minimal symmetric sets, within a budget of evaluations of the log joint.
-
-    Args:
-        evidence: the model and its prior draws.
-
-    Attributes:
-        points: where the log joint is compared; points that refute what was found are added.
-        budget: the evaluations that are left.
-    """
+    """The search for minimal symmetric sets, within a budget of evaluations of the log joint."""
 
     def __init__(self, evidence: Evidence) -> None:
         program, self.dtype = evidence.program, evidence.dtype
-        self.budget = MAX_EVALUATIONS
+        self.budget = MAX_EVALUATIONS  # the evaluations that are left
         near_zero = Program(program.model, program.args, program.kwargs, init_strategy=_near_zero)
-        self.points = _mild(evidence.points)
+        self.points = _mild(evidence.points)  # the caller adds those that refute what was found
         with suppress(ValueError):  # the log joint may be finite at prior draws only
             self.points += _mild(finite_draws(near_zero, evidence.dtype))
 
@@ -173,10 +165,7 @@ def _core(changed: Callable[[list[Candidate]], bool], axes: list[Candidate]) -> 
     """A minimal set of axes for which ``changed`` holds, by bisection; it holds for all of them."""
     core: list[Candidate] = []
     while not changed(core):
-        unseen, seen = (
-            0,
-            len(axes),
-        )  # lengths of prefixes: core + axes[:seen] changes, + axes[:unseen] doesn't
+        unseen, seen = 0, len(axes)  # prefixes of axes: core + axes[:seen] changes, + axes[:unseen] doesn't
         while seen - unseen > 1:
             middle = (unseen + seen) // 2
             if changed([*core, *axes[:middle]]):

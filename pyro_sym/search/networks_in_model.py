@@ -18,17 +18,10 @@ __all__ = ["Network", "networks"]
 
 @dataclass(frozen=True)
 class Network:
-    """A module whose parameters are latent sites.
-
-    Attributes:
-        module: the module.
-        prefix: the site of its parameter ``weight`` is called ``prefix + "weight"``.
-        args: the positional inputs of its first call.
-        kwargs: its inputs by name.
-    """
+    """A module whose parameters are latent sites, with the inputs of its first call."""
 
     module: nn.Module
-    prefix: str
+    prefix: str  # the site of its parameter "weight" is called prefix + "weight"
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -37,10 +30,7 @@ def networks(program: Program) -> list[Network]:
     """The outermost modules with parameters that are sites of a model, in the order in which it calls them.
 
     Modules in closures and under ``functional_call`` are found. Networks made of ``PyroSample``s are not:
-    torch does not count those as parameters.
-
-    Args:
-        program: the model, which is run twice.
+    torch does not count those as parameters. The model is run twice.
     """
     values, indices = program.draw()
     prefixes: dict[nn.Module, str] = {}

@@ -12,14 +12,7 @@ ROUNDING = 1e-12
 
 
 def assign(cost: Tensor) -> Tensor:
-    """The units that fill the slots most cheaply, each unit once.
-
-    Args:
-        cost: of unit (column) in slot (row), of shape ``(M, n, n)``.
-
-    Returns:
-        The unit in each slot, of shape ``(M, n)``.
-    """
+    """The unit in each slot, ``(M, n)``, at least total cost; ``cost[m, slot, unit]`` is ``(M, n, n)``."""
     # Imported here, as its import takes time and adds to the warnings filters.
     from scipy.optimize import linear_sum_assignment
 
@@ -40,12 +33,7 @@ def second_best(cost: Tensor) -> Tensor:
     negative, so the second-best assignment changes one cycle, the shortest. The best swap bounds its length;
     Floyd-Warshall over the few slots that it can then pass finds it.
 
-    Args:
-        cost: of unit (column) in slot (row), of shape ``(M, n, n)``.
-
-    Returns:
-        The differences, of shape ``(M,)``; infinite if ``n`` is 1, minus infinity if the diagonal is not
-        best.
+    Returns differences of shape ``(M,)``: infinite if ``n`` is 1, minus infinity if the diagonal is not best.
     """
     steps = cost - cost.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     steps.diagonal(dim1=-2, dim2=-1).fill_(torch.inf)

@@ -33,6 +33,7 @@ Axes = dict[str, tuple[int, ...]]
 # FiniteGroup.closest compares all images of a group of up to this order, so many numbers at a time.
 MAX_COMPARED = 5_040
 COMPARED_NUMEL = 2**22
+MAX_LISTED = 1_000_000
 
 
 class Group(ABC):
@@ -221,6 +222,13 @@ class FiniteGroup(Group):
             margins.append((d.masked_fill(idle, math.inf).amin(0) - d[0]) / 2)  # the identity is first
         return torch.cat(margins)
 
+    def _refuse_to_list(self, log_count: float) -> None:
+        """Raise if a group of this many elements is too large to be listed."""
+        if log_count > math.log(MAX_LISTED):
+            raise SymmetryError(
+                f"{self} has exp({log_count:.1f}) elements, too many to list; sample them instead"
+            )
+
     def _compared(self, values: Values) -> Element:
         """All elements, if they are few enough to be compared."""
         if self.log_order(values) > math.log(MAX_COMPARED) + 1e-9:
@@ -264,6 +272,23 @@ class OnAxes(Group):
     def check_values(self, values: Values) -> None:
         self.size(values)
 
+    def _act(self, element: Element, values: Values) -> dict[str, Tensor]:
+        images = {}
+        for site, several in self.axes.items():
+            image = values[site]
+            for axis in several:
+                image = self._act_along(axis, element, image)
+            images[site] = image if several else self._act_on_whole(element, image)
+        return images
+
+    @abstractmethod
+    def _act_along(self, axis: int, element: Tensor, value: Tensor) -> Tensor:
+        """The image of a value, moved along one axis."""
+
+    def _act_on_whole(self, element: Tensor, value: Tensor) -> Tensor:
+        """The image of a value without a named axis."""
+        raise NotImplementedError
+
     def _device(self, values: Values) -> torch.device:
         return values[self.sites[0]].device
 
@@ -282,17 +307,7 @@ def distance(values: Values, mean: Values, variance: Values, batch_dims: int = 1
 
 
 def unmoved(sites: Iterable[str], images: Values, values: Values, batch_dims: int = 0) -> Tensor:
-    """Where images are exactly the values they are of.
-
-    Args:
-        sites: the sites to compare.
-        images: by site, of shape ``(*batch, *native)``.
-        values: the same, before an element acted; their batch dims broadcast with those of the images.
-        batch_dims: the number of batch dims.
-
-    Returns:
-        A tensor of booleans of the batch's shape.
-    """
+    """Where images of shape ``(*batch, *native)`` equal their values, ``(*batch)``."""
     same = []
     for site in sites:
         equal = images[site] == values[site]
@@ -307,8 +322,8 @@ def map_element(function: Callable[..., Any], *elements: Element) -> Element:
     return function(*elements)
 
 
-def leaves(element: Element) -> list[Tensor]:
-    """The tensors of an element."""
+def leaves(element: Element) -> list[Any]:
+    """The tensors of an element; more generally, what nested tuples hold."""
     if not isinstance(element, tuple):
         return [element]
     return [part for several in element for part in leaves(several)]
@@ -322,12 +337,9 @@ def length(elements: Element) -> int:
 def normalise_axes(
     kind: str, axes: Mapping[str, int | tuple[int, ...]], *, may_be_none: bool = False
 ) -> Axes:
-    """Check a ``{site: axis or axes}`` table and turn every entry into a tuple of negative ints.
+    """Check a table ``{site: axis or axes}`` of the class ``kind``, and turn every entry into a tuple.
 
-    Args:
-        kind: the class that messages name.
-        axes: the table.
-        may_be_none: whether ``()`` is allowed, for a site that is moved as a whole.
+    An entry ``()`` stands for a site that is moved as a whole; only some classes allow it.
     """
     if not axes:
         raise SymmetryError(f"{kind} needs at least one site, as in {kind}({{'locs': -1}})")
@@ -352,29 +364,25 @@ def normalise_axes(
 
 def common_size(kind: str, axes: Axes, values: Values) -> int:
     """The one length of all the named axes, 1 for a site as a whole; raise if two lengths differ."""
-    first: tuple[str, str, int] | None = None
+    found: list[tuple[int, str]] = []  # each size, and how messages say it
     for site, several in axes.items():
         if site not in values:
             raise SymmetryError(
                 f"{kind} acts on site {site!r}, which is not among the sites {sorted(values)}"
             )
         shape = tuple(values[site].shape)
-        sizes = [] if several else [(f"site {site!r} as a whole", "counts as one unit", 1)]
         for axis in several:
             if -axis > len(shape):
                 raise SymmetryError(
                     f"{kind}: axis {axis} of site {site!r} is out of range for its shape {shape}"
                 )
-            sizes.append((f"axis {axis} of site {site!r}", f"has size {shape[axis]}", shape[axis]))
-        for where, has, size in sizes:
-            if first is None:
-                first = (where, has, size)
-            elif size != first[2]:
-                raise SymmetryError(
-                    f"{kind}: {where} {has}, but {first[0]} {first[1]}; one group moves axes of one size"
-                )
-    assert first is not None
-    return first[2]
+            found.append((shape[axis], f"axis {axis} of site {site!r} has size {shape[axis]}"))
+        if not several:
+            found.append((1, f"site {site!r} as a whole counts as one unit"))
+    for size, words in found:
+        if size != found[0][0]:
+            raise SymmetryError(f"{kind}: {words}, but {found[0][1]}; one group moves axes of one size")
+    return found[0][0]
 
 
 def along(element: Tensor, value: Tensor, axis: int) -> Tensor:

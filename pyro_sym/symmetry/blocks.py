@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from pyro_sym.symmetry.assignment import assign, second_best
-from pyro_sym.symmetry.base import Axes, Element, Group, distance
+from pyro_sym.symmetry.base import Axes, Element, Group, Values, distance
 
 __all__ = ["Block", "Increment", "Moments", "Units", "Whole", "blocks_of"]
 
 MAX_COST_ENTRIES = 2**24
 
-Values = Mapping[str, Tensor]
 Increment = dict[int, Element]
 """New parts of an element by index of the member, to be applied after what has been applied."""
 
@@ -34,27 +33,20 @@ class Moments(NamedTuple):
 
 
 class Block(ABC):
-    """Members of a group that are chosen together.
+    """Some of a group's ``members`` that are chosen together, and the ``axes`` that these move, by site."""
 
-    Attributes:
-        members: all members of the group.
-        axes: the axes that the block moves, by site.
-    """
+    is_best: bool = True
+    """Whether :meth:`propose` finds the best of all elements of the block."""
 
     def __init__(self, members: Sequence[Group], axes: Axes) -> None:
         self.members, self.axes = members, axes
 
-    @property
-    @abstractmethod
-    def is_best(self) -> bool:
-        """Whether :meth:`propose` finds the best of all elements of the block."""
-
     @abstractmethod
     def propose(self, images: Values, moments: Moments, sites: Collection[str]) -> Increment:
-        """What brings draws closest to the mean at some sites of the block, wherever they are now."""
+        """The increment that brings draws closest to the mean, at some sites of the block."""
 
     def increments(self, images: Values, moments: Moments) -> Iterator[Increment]:
-        """What to try in turn; ``images`` may move between two of them."""
+        """The increments to try in turn; ``images`` may be updated in place between two of them."""
         yield self.propose(images, moments, self.axes)
 
     @abstractmethod
@@ -62,22 +54,18 @@ class Block(ABC):
         """By how many nats the best rivals of the identity are worse, ``(M,)``."""
 
     def act(self, increment: Increment, images: Values) -> dict[str, Tensor]:
-        """The images of images."""
+        """The images, moved by an increment."""
         for member, part in increment.items():  # the permutation first: signs are those of the slots
             images = self.members[member].act(part, images)
         return dict(images)
 
 
 class Whole(Block):
-    """A member with a way of its own to choose the closest element."""
+    """One member of another kind, asked for its :meth:`~pyro_sym.Group.closest`."""
 
     def __init__(self, members: Sequence[Group], member: int) -> None:
         super().__init__(members, members[member].axes)
         self.member = member
-
-    @property
-    def is_best(self) -> bool:
-        return True
 
     def propose(self, images: Values, moments: Moments, sites: Collection[str]) -> Increment:
         mean, variance = moments
@@ -102,19 +90,13 @@ class Units(Block):
     two axes makes the distance quadratic: there the cost is linearised at the identity, or that of the
     diagonal alone, and swaps of two labels and flips of one sign are tried too.
 
-    Args:
-        members: all members of the group.
-        permutation: index of the permutation, ``None`` for signs alone.
-        signs: indices of the sign flips.
+    ``permutation`` and ``signs`` are indices of members; the permutation is ``None`` for signs alone.
     """
 
     def __init__(self, members: Sequence[Group], permutation: int | None, signs: tuple[int, ...]) -> None:
         super().__init__(members, members[signs[0] if permutation is None else permutation].axes)
         self.permutation, self.signs = permutation, signs
-
-    @property
-    def is_best(self) -> bool:
-        return all(len(several) < 2 for several in self.axes.values())
+        self.is_best = all(len(several) < 2 for several in self.axes.values())
 
     def propose(
         self, images: Values, moments: Moments, sites: Collection[str], *, diagonal: bool = True
@@ -159,8 +141,8 @@ class Units(Block):
     def _pieces(self, diagonal: bool) -> Iterator[_Piece]:
         """Coordinates whose cost is linear in the assignment.
 
-        Where a site has several axes of the block, either its diagonal, which moves as a whole; or one axis
-        after another with the rest held, which is the derivative of the cost at the identity.
+        If a site has several axes of the block, these are either its diagonal, or one axis after another with
+        the rest held: the derivative of the cost at the identity.
         """
         for site, several in self.axes.items():
             whole = len(several) < 2 or (diagonal and len(self._signs_on(site, several)) < 2)
@@ -220,7 +202,7 @@ class Units(Block):
 
 
 class _Piece(NamedTuple):
-    """Coordinates of a site that move with the units: its diagonal along ``axes``, and what signs it."""
+    """Coordinates of a site that move with the units: its diagonal along ``axes``, and the sign's member."""
 
     site: str
     axes: tuple[int, ...]
@@ -228,9 +210,9 @@ class _Piece(NamedTuple):
 
 
 class _Costs(NamedTuple):
-    """What units cost in slots, ``(m, n, n)``, at their best signs; for signs alone in their own, ``(m, n)``.
+    """Costs of units in slots, ``(m, n, n)``, at their best signs; for signs alone ``(m, n)``.
 
-    A sign turned against the product ``sum x m w`` of its member costs four times the product more.
+    A sign against that of its member's product ``sum x m w`` adds four times the product to the cost.
     """
 
     cost: Tensor

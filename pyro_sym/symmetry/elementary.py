@@ -9,15 +9,11 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from pyro_sym.errors import SymmetryError
 from pyro_sym.symmetry.base import FiniteGroup, OnAxes, Values, along, broadcast_batch
-from pyro_sym.symmetry.blocks import Moments
-from pyro_sym.symmetry.nearest import Nearest, OfOne
 from pyro_sym.symmetry.order import Moves, log_order
+from pyro_sym.symmetry.product import Product
 
 __all__ = ["Permutation", "SignFlip"]
-
-MAX_ELEMENTS = 1_000_000
 
 
 class _Elementary(OnAxes, FiniteGroup):
@@ -35,20 +31,11 @@ class _Elementary(OnAxes, FiniteGroup):
         return log_order(self._moves(values))
 
     def closest(self, draws: Values, mean: Values, variance: Values) -> Tensor:
-        state = Nearest(OfOne(self), {s: draws[s] for s in self.sites}).closest(Moments(mean, variance))
-        part: Tensor = state.elements[0]
+        (part,) = Product(self).closest(draws, mean, variance)
         return part
 
     def margin(self, images: Values, mean: Values, variance: Values) -> Tensor:
-        return Nearest(OfOne(self), images).margin(images, Moments(mean, variance))
-
-    def _refuse_too_many(self, values: Values) -> None:
-        log_count = self._log_count(self.size(values))
-        if log_count > math.log(MAX_ELEMENTS):
-            raise SymmetryError(
-                f"{self} has exp({log_count:.1f}) elements for size {self.size(values)}, too many to list; "
-                "sample them instead"
-            )
+        return Product(self).margin(images, mean, variance)
 
 
 class Permutation(_Elementary):
@@ -83,18 +70,11 @@ class Permutation(_Elementary):
 
     kind, relabels = "permutation", True
 
-    def _act(self, element: Tensor, values: Values) -> dict[str, Tensor]:
-        images = {}
-        for site, several in self.axes.items():
-            value = values[site]
-            for axis in several:
-                if element.dim() == 1:
-                    value = value.index_select(axis, element)
-                else:
-                    value = broadcast_batch(value, element.shape[:-1])
-                    value = value.gather(axis, along(element, value, axis).expand(value.shape))
-            images[site] = value
-        return images
+    def _act_along(self, axis: int, element: Tensor, value: Tensor) -> Tensor:
+        if element.dim() == 1:
+            return value.index_select(axis, element)
+        value = broadcast_batch(value, element.shape[:-1])
+        return value.gather(axis, along(element, value, axis).expand(value.shape))
 
     def inverse(self, element: Tensor) -> Tensor:
         return element.argsort(-1)
@@ -111,7 +91,7 @@ class Permutation(_Elementary):
         return torch.rand(*batch_shape, self.size(values), device=self._device(values)).argsort(-1)
 
     def elements(self, values: Values) -> Tensor:
-        self._refuse_too_many(values)
+        self._refuse_to_list(self._log_count(self.size(values)))
         every = list(itertools.permutations(range(self.size(values))))
         return torch.tensor(every, dtype=torch.long, device=self._device(values))
 
@@ -165,15 +145,12 @@ class SignFlip(_Elementary):
 
     kind, flips = "sign", True
 
-    def _act(self, element: Tensor, values: Values) -> dict[str, Tensor]:
-        images = {}
-        for site, several in self.axes.items():
-            value = values[site]
-            for axis in several:
-                value = value * along(element, value, axis)
-            # A site as a whole has one unit behind all of its axes.
-            images[site] = value if several else value * along(element, value.unsqueeze(-1), -1).squeeze(-1)
-        return images
+    def _act_along(self, axis: int, element: Tensor, value: Tensor) -> Tensor:
+        return value * along(element, value, axis)
+
+    def _act_on_whole(self, element: Tensor, value: Tensor) -> Tensor:
+        # The one unit is seen as an axis behind all others.
+        return value * along(element, value.unsqueeze(-1), -1).squeeze(-1)
 
     def inverse(self, element: Tensor) -> Tensor:
         return element
@@ -189,7 +166,7 @@ class SignFlip(_Elementary):
         return (1 - 2 * coins).to(torch.int8)
 
     def elements(self, values: Values) -> Tensor:
-        self._refuse_too_many(values)
+        self._refuse_to_list(self._log_count(self.size(values)))
         every = list(itertools.product((1, -1), repeat=self.size(values)))
         return torch.tensor(every, dtype=torch.int8, device=self._device(values))
 

@@ -15,16 +15,13 @@ from pyro_sym.symmetry.viewed import Viewed
 
 __all__ = ["FlatGroup", "flatten", "nest", "normal_form", "split"]
 
-Shapes = Mapping[str, tuple[tuple[int, ...], ...]]
+Factors = tuple[tuple[int, ...], ...]
+"""The sizes of the factors of every axis of a site, as in :class:`~pyro_sym.Viewed`."""
+Shapes = Mapping[str, Factors]
 
 
 class FlatGroup(Viewed):
-    """A view of a product whose members are neither products nor views.
-
-    Args:
-        members: they name axes of the viewed sites.
-        shapes: as for :class:`~pyro_sym.Viewed`.
-    """
+    """A view of a product whose members are neither products nor views."""
 
     symmetry: Product
 
@@ -56,12 +53,8 @@ class _Leaf:
 def flatten(symmetry: Group) -> FlatGroup | None:
     """The same group without nesting, its members in the order of the leaves.
 
-    Args:
-        symmetry: any group.
-
-    Returns:
-        ``None`` if something in it is neither a product or view nor a permutation or sign flip along axes,
-        or if views are nested in views.
+    Returns ``None`` if something in it is neither a product or view nor a permutation or sign flip along
+    axes, or if views are nested in views.
     """
     found: list[Any] = leaves(_leaves(symmetry, {}))
     alien = any(not leaf.is_elementary or not all(leaf.group.axes.values()) for leaf in found)
@@ -69,19 +62,12 @@ def flatten(symmetry: Group) -> FlatGroup | None:
 
 
 def normal_form(symmetry: Group) -> FlatGroup:
-    """As :func:`flatten`, with groups of other kinds as members that act as a whole.
-
-    Args:
-        symmetry: any group.
-
-    Returns:
-        One view of one product.
-    """
-    found: list[Any] = leaves(_leaves(symmetry, {}))
+    """Any group as one view of one product; members of other kinds than :func:`flatten` allows act whole."""
+    found = leaves(_leaves(symmetry, {}))
     elementary = [leaf for leaf in found if leaf.is_elementary]
-    shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
+    shapes: dict[str, Factors] = {}
     for site in symmetry.axes:
-        # Those that do not view a site do not know its sizes, and take its axes as they are.
+        # Leaves that do not view a site do not know its sizes, and take its axes as they are.
         seen = [
             (leaf.group.axes.get(site, ()), leaf.shapes[site]) for leaf in elementary if site in leaf.shapes
         ]
@@ -91,7 +77,9 @@ def normal_form(symmetry: Group) -> FlatGroup:
     for leaf in found:
         if leaf.is_elementary:
             axes = {
-                site: tuple(_translate(a, leaf.shapes.get(site), shapes.get(site)) for a in several)
+                site: tuple(
+                    _translate(axis, leaf.shapes.get(site, ()), shapes.get(site, ())) for axis in several
+                )
                 for site, several in leaf.group.axes.items()
             }
             members.append(Permutation({**axes}) if leaf.group.relabels else SignFlip({**axes}))
@@ -110,15 +98,7 @@ def nest(symmetry: Group, parts: Iterable[Element]) -> Element:
 def split(symmetry: Group, element: Element) -> list[Element]:
     """The inverse of :func:`nest`: an element's parts, one for each member of the normal form."""
     parts: list[Element] = []
-
-    def walk(structure: Any, part: Element) -> None:
-        if isinstance(structure, tuple):
-            for below, own in zip(structure, part, strict=True):
-                walk(below, own)
-        else:
-            parts.append(part)
-
-    walk(_leaves(symmetry, {}), element)
+    map_element(lambda _, part: parts.append(part), _leaves(symmetry, {}), element)
     return parts
 
 
@@ -139,12 +119,7 @@ def _(symmetry: Viewed, shapes: Shapes) -> Any:
 
 
 class _Native(Viewed):
-    """A group of native values, acting on viewed ones: the inverse of a view.
-
-    Args:
-        group: the group.
-        shapes: the shapes that sites are viewed in.
-    """
+    """A group of native values, acting on values that are viewed in given shapes: the inverse of a view."""
 
     view, unview = Viewed.unview, Viewed.view
 
@@ -152,7 +127,7 @@ class _Native(Viewed):
         self.symmetry, self.shapes = group, dict(shapes)
         self.kind = group.kind  # type: ignore[misc]
         self.axes: Axes = {
-            site: tuple(sorted(axis for native in several for axis in _factors(native, shapes.get(site))))
+            site: tuple(sorted(axis for native in several for axis in _factors(native, shapes.get(site, ()))))
             for site, several in group.axes.items()
         }
 
@@ -160,14 +135,14 @@ class _Native(Viewed):
         return repr(self.symmetry)
 
 
-def _factors(native: int, shape: tuple[tuple[int, ...], ...] | None) -> range:
-    """The axes, from the right, that are the factors of a native axis."""
-    counts = [len(shape[a]) if shape and -a <= len(shape) else 1 for a in range(native, 0)]
+def _factors(native: int, shape: Factors) -> range:
+    """The viewed axes, from the right, that are the factors of a native axis; one if the view lacks it."""
+    counts = [len(shape[a]) if -a <= len(shape) else 1 for a in range(native, 0)]
     return range(-sum(counts), counts[0] - sum(counts))
 
 
-def _merged(seen: list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]) -> tuple[tuple[int, ...], ...]:
-    """The factors of every native axis: as the leaf that moves it has them, else in one piece."""
+def _merged(seen: list[tuple[tuple[int, ...], Factors]]) -> Factors:
+    """The factors of every native axis: those of the leaf that moves it, else one."""
     length = max(len(shape) for _, shape in seen)
     merged = []
     for native in range(-length, 0):
@@ -180,24 +155,13 @@ def _merged(seen: list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]) -> 
     return tuple(merged)
 
 
-def _locate(axis: int, shape: tuple[tuple[int, ...], ...] | None) -> tuple[int, int]:
-    """The native axis that holds a factor, and which of its factors it is, both from the right."""
-    if shape is not None:
-        left = axis
-        for native in range(-1, -len(shape) - 1, -1):
-            if -left <= len(shape[native]):
-                return native, left
-            left += len(shape[native])
-        return left - len(shape), -1
-    return axis, -1
+def _locate(axis: int, shape: Factors) -> tuple[int, int]:
+    """The native axis that holds a viewed one, and which of its factors that is, both from the right."""
+    known = [(k - len(shape), f - len(own)) for k, own in enumerate(shape) for f in range(len(own))]
+    return known[axis] if -axis <= len(known) else (axis + len(known) - len(shape), -1)
 
 
-def _translate(
-    axis: int, shape: tuple[tuple[int, ...], ...] | None, merged: tuple[tuple[int, ...], ...] | None
-) -> int:
-    """A factor of one shape as a factor of another."""
+def _translate(axis: int, shape: Factors, merged: Factors) -> int:
+    """An axis of one view as an axis of another."""
     native, factor = _locate(axis, shape)
-    behind = range(native + 1, 0)
-    if merged is None:
-        return native
-    return factor - sum(len(merged[a]) if -a <= len(merged) else 1 for a in behind)
+    return _factors(native, merged)[factor]

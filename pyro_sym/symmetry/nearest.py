@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyro_sym.symmetry.base import Element, Group, Values, leaves, map_element
+from pyro_sym.symmetry.base import Element, Values, leaves, map_element
 from pyro_sym.symmetry.blocks import Block, Increment, Moments, blocks_of
 
-__all__ = ["LEAST_GAIN", "Nearest", "OfOne", "State"]
+__all__ = ["LEAST_GAIN", "Nearest", "State"]
 
 # A draw is moved only for a gain above rounding: then equal costs can't make the descent go in circles.
 LEAST_GAIN = 1e-9
@@ -40,42 +40,13 @@ class State(NamedTuple):
         )
 
 
-class ProductLike(Protocol):
-    """A group whose element is a tuple of elements of its members."""
-
-    members: list[Group]
-    carriers: dict[int, int]
-
-    def identity(self, values: Values, batch_shape: tuple[int, ...] = ()) -> Element: ...
-    def compose(self, first: Element, second: Element) -> Element: ...
-    def act(self, element: Element, values: Values) -> dict[str, Tensor]: ...
-
-
-class OfOne:
-    """A group as the product of itself alone."""
-
-    def __init__(self, group: Group) -> None:
-        self.members, self.carriers = [group], dict[int, int]()
-
-    def identity(self, values: Values, batch_shape: tuple[int, ...] = ()) -> Element:
-        return (self.members[0].identity(values, batch_shape),)
-
-    def compose(self, first: Element, second: Element) -> Element:
-        return (self.members[0].compose(first[0], second[0]),)
-
-    def act(self, element: Element, values: Values) -> dict[str, Tensor]:
-        return self.members[0].act(element[0], values)
-
-
 class Nearest:
     r"""Block coordinate descent on the distance :math:`\sum_c ((g \cdot \theta)_c - \mu_c)^2 / \sigma_c^2`.
 
-    Args:
-        group: the product.
-        draws: by site, of shape ``(M, *shape)``; float64 on the CPU.
+    ``group`` is a :class:`~pyro_sym.Product`; draws have shape ``(M, *shape)``, in float64 on the CPU.
     """
 
-    def __init__(self, group: ProductLike, draws: Values) -> None:
+    def __init__(self, group: Any, draws: Values) -> None:
         self.group = group
         self.blocks = blocks_of(group.members, group.carriers)
         self.draws = {site: draws[site] for site in draws if any(site in b.axes for b in self.blocks)}

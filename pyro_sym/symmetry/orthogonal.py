@@ -60,14 +60,18 @@ class Orthogonal(OnAxes):
 
     kind = "rotation"
 
-    def _act(self, element: Tensor, values: Values) -> dict[str, Tensor]:
-        images = {}
-        for site, several in self.axes.items():
-            value = values[site]
-            for axis in several:
-                value = _rotated(value, element.to(value.dtype), axis)
-            images[site] = value
-        return images
+    def _act_along(self, axis: int, element: Tensor, value: Tensor) -> Tensor:
+        batch = element.shape[:-2]
+        if value.dim() + axis < len(batch):
+            raise SymmetryError(
+                f"elements of batch shape {tuple(batch)} do not fit in front of axis {axis} of a value of "
+                f"shape {tuple(value.shape)}; their batch dims must be the value's first dims"
+            )
+        rows = value.movedim(axis, -1)  # (*batch, *rest, k)
+        rest = rows.shape[len(batch) : -1]
+        rotated = rows.reshape(*rows.shape[: len(batch)], rest.numel(), rows.shape[-1])
+        rotated = rotated @ element.to(value.dtype).mT
+        return rotated.reshape(*rotated.shape[: len(batch)], *rest, rows.shape[-1]).movedim(-1, axis)
 
     def inverse(self, element: Tensor) -> Tensor:
         return element.mT
@@ -128,17 +132,3 @@ class Orthogonal(OnAxes):
             target = target.reshape(-1, draw.shape[-1])  # (R, k)
             total = total + torch.einsum("ri,mrj->mij", target, draw)
         return total
-
-
-def _rotated(value: Tensor, element: Tensor, axis: int) -> Tensor:
-    """One axis of a value multiplied by matrices whose batch dims are the value's first dims."""
-    batch = element.shape[:-2]
-    if value.dim() + axis < len(batch):
-        raise SymmetryError(
-            f"elements of batch shape {tuple(batch)} do not fit in front of axis {axis} of a value of shape "
-            f"{tuple(value.shape)}; their batch dims must be the value's first dims"
-        )
-    rows = value.movedim(axis, -1)  # (*batch, *rest, k)
-    rest = rows.shape[len(batch) : -1]
-    rotated = rows.reshape(*rows.shape[: len(batch)], rest.numel(), rows.shape[-1]) @ element.mT
-    return rotated.reshape(*rotated.shape[: len(batch)], *rest, rows.shape[-1]).movedim(-1, axis)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from pyro_sym.errors import SymmetryError
 from pyro_sym.symmetry.base import Axes, Element, FiniteGroup, Group, Values, length, map_element
 from pyro_sym.symmetry.blocks import Moments
-from pyro_sym.symmetry.elementary import MAX_ELEMENTS
 from pyro_sym.symmetry.nearest import Nearest
 from pyro_sym.symmetry.order import Moves, log_order
 
@@ -108,11 +106,7 @@ class Product(FiniteGroup):
     def elements(self, values: Values) -> Element:
         if not self.is_finite:
             raise SymmetryError(f"{self} is not finite, so its elements can't be listed; sample them instead")
-        if self.log_order(values) > math.log(MAX_ELEMENTS):
-            raise SymmetryError(
-                f"{self} has exp({self.log_order(values):.1f}) elements, too many to list; sample them "
-                "instead"
-            )
+        self._refuse_to_list(self.log_order(values))
         every: list[Element] = []
         total = 1
         for member in self.members:

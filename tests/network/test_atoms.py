@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pyro_sym.network.atoms import Atoms, Axis, Factor
-from pyro_sym.network.read import _null_space
+from pyro_sym.symmetry.order import null_space
 
 
 def sizes(atoms: Atoms, axis: Axis) -> list[int]:
@@ -72,6 +72,6 @@ def test_signs_multiply_and_cancel() -> None:
 def test_null_space() -> None:
     # x + y = 0, y + z = 0, and w free: all of x, y, z together, or w.
     x, y, z, w = 1, 2, 4, 8
-    assert sorted(_null_space([x | y, y | z, x | z], [x, y, z, w])) == [x | y | z, w]
-    assert _null_space([x, x | y], [x, y]) == []
-    assert sorted(_null_space([], [x, y])) == [x, y]
+    assert sorted(null_space([x | y, y | z, x | z], [x, y, z, w])) == [x | y | z, w]
+    assert null_space([x, x | y], [x, y]) == []
+    assert sorted(null_space([], [x, y])) == [x, y]
