@@ -42,11 +42,7 @@ def _log_joint(program: Program, rows: Mapping[str, Tensor], values: dict[str, T
 def log_q(
     guide: Callable[..., Any], draws: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """The guide's log density at constrained values of shape ``(M, *shape)``.
-
-    Raises:
-        NoDensityError: if the guide has none that can be evaluated.
-    """
+    """The guide's log density at constrained values of shape ``(M, *shape)``."""
     call = GuideCall({name: value.dim() - 1 for name, value in draws.items()}, args, kwargs, {})
     with unseen():
         return log_density(guide, call)(dict(draws))

@@ -49,20 +49,9 @@ def cache_dir() -> Path:
 def compiled(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Function:
     """Compile a graph for inputs of these shapes, or load it from the cache.
 
-    The graph's tensors become inputs, so that a package also serves other data of the same shapes.
-
-    Args:
-        graph: free of side effects.
-        inputs: tensors of the shapes, strides and dtypes it will be called with.
-
-    Returns:
-        A function of such inputs that gives the graph's outputs.
-
-    Raises:
-        CompilationError: if ``torch._inductor`` can't compile the graph.
-
-    Warns:
-        UserWarning: if the cache folder can't be written to; a temporary one is used instead.
+    The graph must be free of side effects. Its tensors become inputs, so that a package also serves other
+    data of the same shapes, strides and dtypes. If the cache folder can't be written to, a temporary one is
+    used, with a warning; a graph that can't be compiled raises a ``CompilationError``.
     """
     lifted, constants = _with_constants_as_inputs(graph)
     everything = [*inputs, *constants]

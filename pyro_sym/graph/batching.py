@@ -20,20 +20,14 @@ class UnbatchableError(UntraceableError):
 
 
 def over_chains(graph: fx.GraphModule, inputs: list[Tensor], in_dims: tuple[int | None, ...]) -> Function:
-    """Vectorise a graph of one chain over chains.
+    """Return a graph of one chain, without in-place operations, as a function of many by ``in_dims``.
 
     ``vmap`` has no rule for some operations, or a rule that fails or runs chain by chain. These are first
     replaced by others: writes into views, in the functional form that ``without_writes`` gives them
     (``copy``, ``fill``, ``slice_scatter``, ``as_strided``), writes through boolean masks (``torch.where``),
-    and the cross entropy of logits.
-
-    Args:
-        graph: of one chain, without in-place operations.
-        inputs: of one chain.
-        in_dims: by input, 0 if its first dim is that of the chains, ``None`` if chains share it.
-
-    Returns:
-        The function. It raises an ``UnbatchableError`` if ``vmap`` has no rule for an operation.
+    and the cross entropy of logits. ``inputs`` are those of one chain; ``in_dims`` is 0 for an input whose
+    first dim is that of the chains, ``None`` if chains share it. The function raises an ``UnbatchableError``
+    if ``vmap`` has no rule for an operation.
     """
     if any(node.target in _RULES for node in graph.graph.nodes):
         one, rules = graph, {**_RULES, **_OF_LAYOUT}

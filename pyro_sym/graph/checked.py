@@ -31,11 +31,8 @@ kink. A wrong graph is wrong there, too.
 class Probe(ABC):
     """A point at which a function is compared with its reference, the model itself.
 
-    The point is some ``fraction`` of the way from the start, plus a ``nudge`` (0 for none).
-
-    Args:
-        moves: whether the point differs from the start. If it does, the reference may fail there, and a point
-            nearer the start is tried.
+    The point is some ``fraction`` of the way from the start, plus a ``nudge`` (0 for none). If it ``moves``
+    from the start, the reference may fail there, and a point nearer the start is tried.
     """
 
     def __init__(self, moves: bool) -> None:

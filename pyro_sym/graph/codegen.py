@@ -22,15 +22,8 @@ __all__ = ["straight_line"]
 def straight_line(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Function:
     """Compile a graph to a Python function that only calls its operations, one after the other.
 
-    If the function of the same name in ``torch`` gives the same result, it is called instead of the
-    operation, as its call takes less time.
-
-    Args:
-        graph: the graph.
-        inputs: tensors to try the operations on.
-
-    Returns:
-        A function of such inputs; its results share no memory with them.
+    If the function of the same name in ``torch`` gives the same result at ``inputs``, it is called instead,
+    as its call takes less time. Results share no memory with inputs.
     """
     names: dict[str, Any] = {}  # the function's globals
     lines: list[str] = []

@@ -230,19 +230,9 @@ def replay(
     rules: Mapping[Any, Rule] | None = None,
     constants: Mapping[str, Tensor] | None = None,
 ) -> tuple[Any, ...]:
-    """Run a graph node by node.
+    """The outputs of a graph, run node by node, with replacements of operations and of its own tensors.
 
-    Args:
-        graph: the graph.
-        inputs: its inputs.
-        rules: replacements, by operation.
-        constants: replacements of the graph's own tensors, by name.
-
-    Returns:
-        The graph's outputs.
-
-    Raises:
-        UntraceableError: if an operation fails; the message names it and its place in the model.
+    If an operation fails, an ``UntraceableError`` names it and its place in the model.
     """
     rules, constants = rules or {}, constants or {}
     given = iter(inputs)

@@ -23,12 +23,9 @@ __all__ = ["cancelled", "fewer_passes", "rewritten"]
 
 
 def rewritten(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """Apply :func:`cancelled`, then :func:`fewer_passes`.
+    """Apply :func:`cancelled`, then :func:`fewer_passes`, at ``inputs``.
 
-    The graph is run at ``inputs``, as by :func:`~pyro_sym.graph.simplify.simplify`.
-
-    Raises:
-        UntraceableError: if a rule fails.
+    An ``UntraceableError`` is raised if a rule fails.
     """
     try:
         return fewer_passes(cancelled(graph, inputs), inputs)

@@ -27,17 +27,9 @@ from pyro_sym.orbit.uniform import uniform, uniform_unbiased
 from pyro_sym.symmetry.base import Symmetry
 from pyro_sym.symmetry.flat import nest
 
-__all__ = [
-    "Enumeration",
-    "OneBlock",
-    "OrbitAverage",
-    "PartlyOneBlock",
-    "Run",
-    "Trivial",
-    "Uniform",
-]
+__all__ = ["Enumeration", "OneBlock", "OrbitAverage", "PartlyOneBlock", "Run", "Trivial", "Uniform"]
 
-# The unbiased half in diagnostics draws at least so many elements.
+# The least number of elements for the unbiased half in diagnostics.
 NUM_DIAGNOSED = 64
 
 
@@ -45,10 +37,8 @@ NUM_DIAGNOSED = 64
 class Run:
     """Draws of the base guide, and what an orbit average may ask about them.
 
-    Attributes:
-        draws: what the guide drew.
-        density: returns the guide's log density, a function of values of shape ``(*batch, *native)``.
-        redraw: returns a number of other draws, by site.
+    ``density`` returns the guide's log density, a function of values of shape ``(*batch, *native)``;
+    ``redraw`` returns a number of other draws, by site.
     """
 
     draws: Draws
@@ -153,8 +143,7 @@ class Uniform(OrbitAverage):
 class OneBlock(OrbitAverage):
     """A permanent, or a bound on it, for densities that factorise over the units of one permutation.
 
-    Attributes:
-        units: returns the matrix that pairs slots with units.
+    ``units`` returns the matrix that pairs slots with units.
     """
 
     units: LogRatios
@@ -184,12 +173,9 @@ class OneBlock(OrbitAverage):
 class PartlyOneBlock(OrbitAverage):
     """Importance sampling for sites of two kinds: the units of one are independent, those of the other not.
 
-    Elements are proposed by the sites of the first kind. The weights of a mixture are of the second kind:
-    their unconstrained coordinates are independent normals, but stick-breaking mixes the units.
-
-    Attributes:
-        units: returns the matrix that pairs slots with units, by sites of the first kind.
-        rest: the permutation of sites of the second kind.
+    Elements are proposed by sites of the first kind, whose slots and units ``units`` pairs; ``rest`` permutes
+    the others. The weights of a mixture are of the second kind: their unconstrained coordinates are
+    independent normals, but stick-breaking mixes the units.
     """
 
     units: LogRatios

@@ -40,12 +40,10 @@ Moments = Mapping[str, tuple[Tensor, Tensor]]
 
 @dataclass
 class Blocks(OrbitAverage):
-    """The common part of both classes below; see :mod:`pyro_sym.orbit.guided_blocks`.
+    """Elements drawn block by block, as in :mod:`pyro_sym.orbit.guided_blocks`.
 
-    Attributes:
-        group: the symmetry's normal form, which views sites in the shapes that the coupling refers to.
-        coupling: which block moves what.
-        transforms: from the real line to the coordinates of every moved site.
+    ``group`` is the symmetry's normal form, which views sites in the shapes that ``coupling`` refers to;
+    ``transforms`` map the real line to the coordinates of every moved site.
     """
 
     group: FlatGroup
@@ -93,11 +91,7 @@ class Blocks(OrbitAverage):
 
 @dataclass
 class BlocksOfNormals(Blocks):
-    """For sites that are independent normals: uncoupled blocks are summed over exactly.
-
-    Attributes:
-        max_size: the largest permutation that is summed over.
-    """
+    """For independent normal coordinates: uncoupled blocks of up to ``max_size`` units are summed exactly."""
 
     max_size: int = MAX_SUMMED
 

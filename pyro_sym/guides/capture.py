@@ -28,7 +28,7 @@ def is_one(scale: Any) -> bool:
 
 @dataclass(frozen=True)
 class Captured:
-    """A latent site of a guide's call.
+    """A latent site of a guide's call, with the guide's own plates (``frames``) and scale.
 
     Attributes:
         value: the value drawn; dims of plates outside of the guide (particles) come first.
@@ -47,7 +47,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class Draws:
-    """``P`` draws of a guide.
+    """``P`` draws of a guide: values by latent site, of shape ``(P, *native)``.
 
     Attributes:
         values: by latent site, of shape ``(P, *native)``.
@@ -97,13 +97,9 @@ class _Stated(NamedTuple):
 
 
 class Capture(Messenger):
-    """Records a guide's sample sites. Those outside of subsampled plates are hidden from traces outside.
+    """Records a guide's sample sites; ``hide`` hides those outside of subsampled plates from outer traces.
 
     ``poutine.block`` would hide them from the plates outside as well, and so from vectorised particles.
-
-    Args:
-        guide: the guide that is going to be run.
-        hide: whether sites are hidden; if not, the guide runs as it would without this.
     """
 
     def __init__(self, guide: Callable[..., Any], hide: bool = True) -> None:
@@ -179,8 +175,8 @@ class Capture(Messenger):
             if not self.outer and site.value.dim() != native_dims[name]:
                 raise NoDensityError(
                     f"site {name!r} of the guide has shape {tuple(site.value.shape)} here and had "
-                    f"{native_dims[name]} dims at first; does it depend on a site that is enumerated in the "
-                    "guide? Then it can't be averaged: enumerate in the model"
+                    f"{native_dims[name]} dims at first; if it depends on an enumerated site, enumerate that "
+                    "in the model"
                 )
         log_probs = [scale_and_mask(term.fn.log_prob(term.value), mask=term.mask) for term in self.terms]
         own = self._by_particle(log_probs)

@@ -28,16 +28,7 @@ FAR = 10.0
 
 
 def refuse_sites(symmetry: Symmetry, sites: Mapping[str, Captured]) -> None:
-    """Refuse sites that can't be averaged.
-
-    Args:
-        symmetry: the group.
-        sites: what the guide drew.
-
-    Raises:
-        SymmetryError: if the group moves a site in a subsampled plate.
-        NoDensityError: if a site is discrete or not reparameterised.
-    """
+    """Refuse sites that can't be averaged: moved ones in subsampled plates, and those without gradients."""
     for name, site in sites.items():
         if site.local and name in symmetry.sites:
             plate = next(frame for frame in site.frames if in_subsampled_plate([frame]))
@@ -59,27 +50,16 @@ def refuse_sites(symmetry: Symmetry, sites: Mapping[str, Captured]) -> None:
 
 
 def check_independence(
-    guide: Callable[..., Any],
-    call: GuideCall,
-    values: dict[str, Tensor],
-    moved: dict[str, Tensor],
-    why: str,
+    guide: Callable[..., Any], call: GuideCall, values: dict[str, Tensor], moved: dict[str, Tensor], why: str
 ) -> None:
-    """Refuse a guide in which some sites depend on the sites that a symmetry moves.
+    """Refuse a guide in which the sites ``call.dims`` depend on the sites that a symmetry moves.
 
     The log density of sites in subsampled plates is an estimate, scaled up from a minibatch, and that of
     sites with a scale of their own is multiplied by that scale. Neither can enter an average of densities.
     They are left out of it, which is right if their density is a common factor of all terms.
 
-    Args:
-        guide: the guide.
-        call: its arguments; ``dims`` has the sites that have to be independent, ``given`` the others.
-        values: one draw, of shape ``(1, *native)`` a site.
-        moved: its images, of shape ``(M, 1, *native)``.
-        why: what error messages say about these sites.
-
-    Raises:
-        NoDensityError: if one of them depends on the moved ones.
+    ``values`` are one draw, of shape ``(1, *native)`` a site; ``moved`` are its images, of shape ``(M, 1,
+    *native)``; ``why`` tells in error messages what is special about the sites.
     """
     for part in guide if isinstance(guide, AutoGuideList) else [guide]:
         known = unwrapped(part)
@@ -100,21 +80,12 @@ def check_independence(
 def check_site_normals(
     guide: Callable[..., Any], sites: Collection[str], draws: Draws, density: LogProb
 ) -> None:
-    r"""Compare a guide's registered normals with its own log density, at its own draws.
+    r"""Compare a guide's registered normals with its own log density, at two or more of its own draws.
 
-    With :math:`n(\omega)` the log density of the sites that have normals: if these are all sites, it has to
-    be the log density that the guide gave to the draw. Otherwise, when these sites are exchanged between
-    draws, it has to change as the guide's log density does.
-
-    Args:
-        guide: a guide that has been run at least once.
-        sites: all sites that ``draws.own`` is the density of.
-        draws: at least two draws of the guide.
-        density: the guide's log density.
-
-    Raises:
-        ValueError: if the two differ by more than rounding; the message names the guide and the site whose
-            draws fit its normals worst.
+    Let :math:`n(\omega)` be the log density of the sites that have normals. If these are all ``sites``, it
+    has to be the log density that the guide gave to the draw. Otherwise, when these sites are exchanged
+    between draws, it has to change as the guide's log density does. Raises ``ValueError`` for the worst site
+    otherwise.
     """
     normals = {name: normal for name, normal in site_normals(guide, sites).items() if name in sites}
     if not normals:
@@ -146,6 +117,6 @@ def check_site_normals(
             f"site_normals of {type(guide).__name__} are not what the guide draws from: at its own draws "
             f"their log density is off by up to {float(off.abs().max()):.3g} nats. Site {worst!r} fits "
             f"worst: its draws are {misfit[worst]:.3g} registered standard deviations from the registered "
-            "mean (root mean square), which should be about 1; if it is, coordinates are not independent. "
-            "Register means and standard deviations of unconstrained values, biject_to(support).inv(value)"
+            "mean (root mean square; 1 if right, unless coordinates are dependent). Register means and "
+            "standard deviations of unconstrained values, biject_to(support).inv(value)"
         )

@@ -36,23 +36,12 @@ def choose(
     supports: Mapping[str, Any],
     units: LogRatios | None,
 ) -> OrbitAverage:
-    """The way to the log orbit average that an estimator's name stands for.
+    """The way to the log orbit average that an estimator's name or class stands for.
 
-    Args:
-        estimator: ``"auto"``, or what is asked for, by name or as a class.
-        guide: the base guide, which has been run.
-        symmetry: the group.
-        values: one draw by site.
-        supports: by site.
-        units: pairs slots and units, where the guide's density factorises over them.
-
-    Returns:
-        The average. ``"auto"`` is exact where that takes permanents of up to 14 units or up to 1,000
-        elements, importance otherwise, and uniform for groups not made of permutations and sign flips. Of a
-        group with one element there is nothing to average, whatever the estimator.
-
-    Raises:
-        SymmetryError: if the estimator asked for can't serve this guide and group.
+    ``values`` is one draw by site; ``units`` pairs slots and units, where the guide's density factorises over
+    them. The rules of ``"auto"`` are in the docstring of :class:`~pyro_sym.AutoSymmetrized`. A group with one
+    element needs no average, whatever the estimator. Raises ``SymmetryError`` if the estimator can't serve
+    this guide and group.
     """
     log_order = symmetry.log_order(values)
     if log_order == 0:

@@ -52,15 +52,10 @@ ROUNDING, MANY = 0.1, 1e3
 
 @dataclass(frozen=True)
 class GuideCall:
-    """One call of a guide.
+    """One call of a guide: its arguments and the minibatch (``indices``) of every subsampled plate.
 
-    Attributes:
-        dims: the sites whose density is asked for, with the number of dims of one draw of each.
-        args: the guide's positional arguments.
-        kwargs: the guide's keyword arguments.
-        indices: the minibatch of every subsampled plate.
-        given: other sites that are held at the points, with the number of dims of one draw of each; their
-            density is left out.
+    ``dims`` has the sites whose density is asked for, with the number of dims of one draw of each; ``given``
+    has other sites that are held at the points, and whose density is left out.
     """
 
     dims: Mapping[str, int]
@@ -72,17 +67,10 @@ class GuideCall:
 
 @torch.no_grad()
 def agrees(again: Tensor, own: Tensor) -> Tensor:
-    """Where a log density computed from values equals, up to rounding, the one that the guide gave to them.
+    """Where a log density computed again from values equals, up to rounding, the one the guide gave to them.
 
     They differ where a value at the edge of its support has lost the digits that the guide drew, and where a
     flow can't be inverted exactly. Densities computed at images of such a draw are wrong too.
-
-    Args:
-        again: the log density computed from the values.
-        own: the log density that the guide gave to them.
-
-    Returns:
-        Booleans, of their shape.
     """
     return (again - own).abs() <= ROUNDING * (1 + own.abs() / MANY)
 
@@ -91,17 +79,10 @@ def agrees(again: Tensor, own: Tensor) -> Tensor:
 def log_density(guide: Callable[..., Any], call: GuideCall) -> Callable[[Values], Tensor]:
     r"""The function :math:`v \mapsto \log q(v)` of a guide with its current parameters.
 
-    Args:
-        guide: a Pyro guide that has been run at least once.
-        call: its arguments and minibatch, and the sites whose density is asked for.
-
-    Returns:
-        A function of values of shape ``(*batch, *native)`` a site that returns a tensor of shape ``batch``,
-        and through which gradients flow to the values and to the guide's parameters.
-
-    Raises:
-        NoDensityError: if the guide is a point mass, or draws auxiliary variables that would have to be
-            integrated out.
+    The guide has been run at least once. The function takes values of shape ``(*batch, *native)`` a site and
+    returns shape ``batch``; gradients flow to the values and to the guide's parameters. Raises
+    ``NoDensityError`` if the guide is a point mass, or draws auxiliary variables that would have to be
+    integrated out.
     """
     return Conditioned(guide, call)
 
@@ -235,9 +216,9 @@ class _At(Messenger):
             msg["done"] = True
         elif not subsample:
             raise NoDensityError(
-                f"the guide draws an auxiliary variable {msg['name']!r}, so the density of its latent sites "
-                "is an integral over it; use a guide whose latent sites have a density of their own, and put "
-                "handlers such as poutine.scale around the symmetrised guide, not around an autoguide"
+                f"the guide draws an auxiliary variable {msg['name']!r}, over which its density has to be "
+                "integrated; use a guide without one, and put handlers such as poutine.scale around the "
+                "symmetrised guide, not around an autoguide"
             )
 
     def _pyro_post_sample(self, msg: Any) -> None:

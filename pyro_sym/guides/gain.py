@@ -21,10 +21,9 @@ WIDE = 0.1
 class SymmetryGain(NamedTuple):
     r"""What symmetrising is worth: :math:`I(g; \omega) = \mathcal L^G - \mathcal L`, in nats.
 
-    The gain lies in :math:`[0, \log |G|]`. Where it can't be computed exactly it lies between two bounds, up
-    to their standard errors. For guides that do not factorise over units, as those with a full covariance or
-    a flow, the bounds may be several nats apart; :attr:`width` and the ``repr`` say so. Then ``estimate`` is
-    a point between bounds, and its digits mean little.
+    The gain lies in :math:`[0, \log |G|]`, and between two bounds up to their standard errors. For guides
+    that do not factorise over units, as those with a full covariance or a flow, the bounds may be several
+    nats apart, and ``estimate`` is just a point between them; :attr:`width` and the ``repr`` say so.
 
     Attributes:
         lower: mean of a lower bound (with ``method="exact"``, of the value itself). It may be below 0, within

@@ -51,11 +51,8 @@ def pair_factors(symmetry: Symmetry, draws: Draws) -> PairFactors | None:
     Sites whose units lie along a batch axis of their distributions are independent from unit to unit; on the
     axis of a simplex itself, :math:`\operatorname{Dirichlet}(\alpha)` pairs slot :math:`i` with unit
     :math:`j` by :math:`(\alpha_i - 1) \log \omega_j`, up to what no permutation changes. The rest is as for
-    :func:`~pyro_sym.guides.unit_pairs.pair_normals`. Whether the distributions depend on other sites is not
-    known here; :func:`factorises` compares densities.
-
-    Returns ``None`` for other guides or groups, or a function of draws that returns :math:`L`, of shape
-    ``(P, n, n)``, in nats; gradients flow to values and parameters.
+    :func:`~pyro_sym.guides.unit_pairs.pair_normals`. Whether the distributions depend on other sites is
+    checked by :func:`factorises`.
     """
     units = signed_axes(symmetry)
     if units is None:
@@ -72,10 +69,9 @@ def pair_factors(symmetry: Symmetry, draws: Draws) -> PairFactors | None:
 
 @torch.no_grad()
 def factorises(pairs: PairFactors, draws: Draws, density: LogProb) -> bool:
-    """Whether the matrix predicts the guide's log density at images of several independent draws.
+    """Whether the matrix predicts the density at random relabellings of draws and, with signs, at ``-draws``.
 
-    The images are random relabellings and, with signs, the draws with all signs flipped. The matrix is
-    computed by the distributions of one call for draws of others, so that it fails if they depend on draws.
+    The draws come from several calls, so values of one call meet the distributions of another.
     """
     units = pairs.units
     permutation = units.view.on(Permutation({**units.axes}))

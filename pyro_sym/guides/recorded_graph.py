@@ -37,12 +37,10 @@ Run = Callable[..., Any]
 
 
 class Call:
-    """Model, guide and their arguments, with tensors apart from the rest.
+    """Model, guide and their arguments, with ``tensors`` apart from the rest.
 
-    Attributes:
-        tensors: those among the arguments.
-        key: what a recording depends on besides their values; ``None`` if the call can't be recorded.
-        reason: why not.
+    ``key`` is what a recording depends on besides their values, ``None`` if the call can't be recorded for
+    a ``reason``.
     """
 
     def __init__(self, model: Run, guide: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -81,19 +79,12 @@ class Call:
 
 
 class Statement(NamedTuple):
-    """A ``pyro.param`` statement.
-
-    Attributes:
-        name: of the parameter.
-        parameter: the unconstrained value.
-        transform: to the constrained value, ``None`` for the identity.
-        stored: whether the parameter is in the parameter store, and not local to a module.
-    """
+    """A ``pyro.param`` statement."""
 
     name: str
-    parameter: Tensor
-    transform: Transform | None
-    stored: bool
+    parameter: Tensor  # unconstrained
+    transform: Transform | None  # to the constrained value, None for the identity
+    stored: bool  # whether the parameter is in the parameter store, and not local to a module
 
     @classmethod
     def of(cls, name: str, site: Any) -> Statement:
@@ -112,25 +103,15 @@ class Statement(NamedTuple):
 
 @dataclass
 class Recording:
-    """Loss and gradient for arguments of given shapes.
-
-    Attributes:
-        statements: of the parameters of model and guide.
-        parameters: all inputs that are no arguments.
-        trained: those that the loss depends on, in the order of the gradients.
-        run: from parameters and arguments to the loss, constrained parameters, and gradients.
-        flags: which parameters required a gradient.
-        run_loss: the same without gradients, from the same random numbers.
-        count: how many calls it has served.
-    """
+    """Loss and gradient for arguments of given shapes."""
 
     statements: list[Statement]
-    parameters: list[Tensor]
-    trained: list[Tensor]
-    run: Function
-    flags: list[bool]
-    run_loss: Function | None = None
-    count: int = 1
+    parameters: list[Tensor]  # all inputs that are no arguments
+    trained: list[Tensor]  # those that the loss depends on, in the order of the gradients
+    run: Function  # from parameters and arguments to the loss, constrained parameters, and gradients
+    flags: list[bool]  # which parameters required a gradient
+    run_loss: Function | None = None  # the same without gradients, from the same random numbers
+    count: int = 1  # calls served
 
     @classmethod
     def of(cls, elbo: ELBO, call: Call, statements: list[Statement]) -> Recording:

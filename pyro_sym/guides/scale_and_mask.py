@@ -74,8 +74,7 @@ def refuse_uneven_masks(
             if not unmoved([name], images, shown).all():
                 raise NoDensityError(
                     f"the guide masks some entries of site {name!r} and not others, and {what} exchanges "
-                    "them, so that the average would be over densities of different entries; mask all that "
-                    "the symmetry exchanges, or none of it, or leave this group out"
+                    "them; mask all that the symmetry exchanges, or none of it, or leave this group out"
                 )
 
 

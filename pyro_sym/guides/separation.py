@@ -77,11 +77,9 @@ class Certificate:
     from the parameters. When it no longer suffices, the distances are recomputed; if the bound is still too
     large, the next attempt waits for a number of steps that doubles up to 64.
 
-    Args:
-        axes: the sites that the bound looks at, and the axis of each along which its units lie.
-        signed: whether a sign rides on each unit.
-        tolerance: the largest bound that is good enough, in nats.
-        view: shows sites in the shapes that have these axes, if not their own.
+    ``axes`` has the sites that the bound uses, and the axis of each along which its units lie, in the shape
+    in which ``view`` shows the site; ``signed`` says whether the group flips each unit's sign; ``tolerance``
+    is in nats.
     """
 
     def __init__(

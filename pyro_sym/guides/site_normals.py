@@ -13,11 +13,7 @@ from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuideList, AutoNormal
 from pyro.infer.autoguide.guides import AutoCallable
 from torch import Tensor
 from torch.distributions import biject_to
-from torch.distributions.transforms import (
-    StickBreakingTransform,
-    Transform,
-    identity_transform,
-)
+from torch.distributions.transforms import StickBreakingTransform, Transform, identity_transform
 
 from pyro_sym.guides.pyro_guides import unwrapped
 from pyro_sym.unwrap import transform_of_entries, without_event_dims
@@ -54,14 +50,7 @@ class SiteNormal(NamedTuple):
     support: Any
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """The log density of constrained values.
-
-        Args:
-            value: of shape ``(*batch, *native)``.
-
-        Returns:
-            The log density of the whole site, of shape ``batch``, in nats.
-        """
+        """The log density, of shape ``batch``, of constrained values of shape ``(*batch, *native)``."""
         transform = biject_to(self.support)
         native_dim = self.loc.dim() - transform.domain.event_dim + transform.codomain.event_dim
         points, log_det = unconstrained(self.support, value, native_dim)  # (*batch, r), batch
@@ -148,14 +137,8 @@ def drawn_normals(
 ) -> Mapping[str, Sequence[Any]]:
     """Means and standard deviations of sites, in a call of the guide that has just drawn them.
 
-    Args:
-        guide: the guide.
-        sites: sites that are independent normals.
-        auxiliary: the distributions of the auxiliary sites in that call, by name.
-
-    Returns:
-        By site, as from :func:`site_normals`. For ``AutoNormal`` they are taken from ``auxiliary``: to read
-        the parameters again would cost as much as the rest of a certified step.
+    ``auxiliary`` has the distributions of the auxiliary sites in that call. For ``AutoNormal`` the result is
+    taken from them: to read the parameters again would cost as much as the rest of a certified step.
     """
     return site_normals(guide, sites)
 
@@ -174,15 +157,10 @@ def _(guide: AutoNormal, sites: Collection[str], auxiliary: Mapping[str, Any]) -
 def coordinate_transforms(
     guide: Callable[..., Any], sites: Collection[str], flipped: Collection[str] = ()
 ) -> dict[str, Transform]:
-    """The sites that are independent normals coordinate by coordinate, in constrained space too.
+    """By site, the transform from the real line to one coordinate, where these are independent normals.
 
-    Args:
-        guide: a guide that has been run at least once.
-        sites: the sites that are asked for.
-        flipped: those whose signs a group flips, which have to lie on the whole real line.
-
-    Returns:
-        By site, the transform from the real line to one coordinate; other sites are left out.
+    Sites whose support mixes coordinates are left out, and those ``flipped`` by a group if they do not lie on
+    the whole real line.
     """
     found = {}
     for name, normal in site_normals(guide, sites).items():
@@ -200,15 +178,10 @@ def coordinatewise(transform: Transform) -> Transform | None:
 
 
 def unconstrained(support: Any, value: Tensor, native_dim: int) -> tuple[Tensor, Tensor]:
-    r"""The unconstrained coordinates of a site, and the log Jacobian of the map from them.
+    r"""The unconstrained coordinates of a site, ``(*batch, r)``, and their log Jacobian, of shape ``batch``.
 
-    Args:
-        support: the site's constraint.
-        value: of shape ``(*batch, *native)``.
-        native_dim: the number of dims of one draw.
-
-    Returns:
-        The coordinates, of shape ``(*batch, r)``, and :math:`\\log |d \\omega / d z|`, of shape ``batch``.
+    ``value`` has shape ``(*batch, *native)``, where one draw has ``native_dim`` dims; the Jacobian is
+    :math:`\log |d \omega / d z|`.
     """
     transform = biject_to(support)
     points = inverse(transform, value)

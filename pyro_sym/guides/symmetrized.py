@@ -46,12 +46,10 @@ NUM_MOVED = 16
 
 @dataclass(frozen=True)
 class _Layout:
-    """What the first call of the base guide shows about its sites.
+    """The sites that the first call of the base guide shows, with the number of dims of one draw.
 
-    Attributes:
-        native_dims: number of dims of one draw, by latent site.
-        local: the sites in subsampled plates, which are not averaged.
-        apart: other sites with a scale of their own, which are independent of the moved ones.
+    ``local`` sites lie in subsampled plates and are not averaged; ``apart`` sites have a scale of their own
+    and are independent of the moved ones.
     """
 
     native_dims: dict[str, int]
@@ -82,21 +80,16 @@ class AutoSymmetrized(AutoGuide):
     Densities are compared in constrained space, where the group preserves volume. The ELBO stays a lower
     bound on the log evidence with each estimator:
 
-    * ``"exact"`` computes the average itself. It takes permanents of up to 14 units if the group is made of
-      permutations, with or without signs, that no site ties together, and every moved site is normal
-      coordinate by coordinate, as those of ``AutoNormal`` and ``AutoDiagonalNormal`` are, except on a simplex
-      (for a guide of your own, see :func:`~pyro_sym.guides.site_normals.site_normals`). It also takes them
-      for guides written by hand under one permutation, if the moved sites are independent of all others and
-      from unit to unit, or are Dirichlet weights of the units. Otherwise it enumerates up to 200,000
-      elements;
-    * ``"importance"`` weighs :math:`K` elements, the identity and others proposed by what the guide says of
-      each unit, for permutations, sign flips and products of them, and any guide with a density. It is tight
-      where units are well separated, at any number of them
-      (:func:`~pyro_sym.orbit.guided_permutations.importance`,
-      :func:`~pyro_sym.orbit.guided_blocks.draw_elements`). For independent normals part of the group is
-      summed over exactly, or elements are proposed by the sites that are not on a simplex; for other guides
-      the proposals come from normals fitted to the guide's marginals, and are looser where units are strongly
-      correlated and overlap;
+    * ``"exact"`` computes the average itself: by permanents of up to 14 units if no site ties the group's
+      permutations together, and every moved site is normal coordinate by coordinate
+      (:func:`~pyro_sym.guides.site_normals.site_normals`; a simplex is not), or, for guides written by hand
+      under one permutation, independent of all other sites and from unit to unit, or Dirichlet. Otherwise it
+      enumerates up to 200,000 elements;
+    * ``"importance"`` weighs :math:`K` permutations and sign flips, the identity and others proposed by the
+      guide's density of each unit (:func:`~pyro_sym.orbit.guided_permutations.importance`,
+      :func:`~pyro_sym.orbit.guided_blocks.draw_elements`). It is tight where units are well separated, at
+      any number of them. For guides that are not independent normals the proposals come from normals fitted
+      to the marginals, and are looser where units are strongly correlated and overlap;
     * ``"uniform"`` averages over :math:`K` elements, the identity and uniform ones; its gain saturates at
       :math:`\log K`;
     * ``"auto"`` is exact where that takes permanents, or an enumeration of up to 1,000 elements; importance
@@ -109,8 +102,8 @@ class AutoSymmetrized(AutoGuide):
     that value plus the bound, whatever the estimator, with the gradient of the plain guide; the ELBO stays a
     lower bound.
 
-    All this holds for a :class:`Viewed` of permutations and sign flips, and products of them, too. With a
-    group of one element, such as ``Product()`` where no symmetry was found, the guide runs as it is.
+    A :class:`Viewed` of permutations and sign flips counts as these. With a group of one element, such as
+    ``Product()`` where no symmetry was found, the guide runs as it is.
 
     The guide's own scales and masks (``poutine.scale``, ``poutine.mask``, masked distributions) are kept.
     With a scale :math:`s` on the moved sites their term is :math:`s \log q^G(\omega)`; sites with another
@@ -140,14 +133,13 @@ class AutoSymmetrized(AutoGuide):
             warning says so.
 
     Raises:
-        ValueError: for an unknown estimator, ``num_elements < 2`` or a negative tolerance; for a guide that
-            has been run without a name, or an autoguide that was copied before its first run; on the first
-            call, if the guide's registered normals are not what it draws from.
+        ValueError: for an unknown estimator, ``num_elements < 2`` or a negative tolerance; for a guide run
+            without a name, or an autoguide copied before its first run; on the first call, if the guide's
+            registered normals are not what it draws from.
         SymmetryError: on the first call, if the model is not invariant, a site is unknown, sizes disagree, or
             the group is too large for ``"exact"`` or of another kind than ``"importance"`` takes.
-        NoDensityError: if the guide has no density that can be evaluated, if its moved sites have several
-            scales or a mask that the group changes, or if sites with a scale of their own or in subsampled
-            plates depend on the moved ones.
+        NoDensityError: if the guide has no density, its moved sites have several scales or a mask that the
+            group changes, or sites with another scale or in subsampled plates depend on the moved ones.
 
     Example:
         >>> def model(y):
@@ -214,15 +206,7 @@ class AutoSymmetrized(AutoGuide):
         super(AutoGuide, self).__setstate__(state)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Draw from the base guide, and add the log orbit average as a factor.
-
-        Args:
-            *args: the model's positional arguments.
-            **kwargs: the model's keyword arguments.
-
-        Returns:
-            The latent values by site.
-        """
+        """Draw from the base guide, and add the log orbit average as a factor; returns the values by site."""
         layout, captured = self._capture(args, kwargs)
         values = {name: site.value for name, site in captured.sites.items()}
         # Outside of inference, no handler would take the factor.
@@ -259,12 +243,10 @@ class AutoSymmetrized(AutoGuide):
             **kwargs: the model's keyword arguments.
 
         Returns:
-            A :class:`SymmetryGain` with a lower bound, an estimate and an upper bound, which agree with the
-            exact estimator. With the importance estimator they are the best of sampled and deterministic
-            bounds (:func:`~pyro_sym.orbit.bracket.bracket`), with 64 permutations at least, and the estimate
-            is their midpoint; a draw takes some 20 ms at 64 units and seconds at 512, where fewer draws do.
-            With the uniform one the lower half is at most :math:`\log K`; the upper half, from an unbiased
-            estimate of the density, is the better single figure.
+            A :class:`SymmetryGain`, whose bounds agree with the exact estimator. With the importance one they
+            are the best of sampled and deterministic bounds (:func:`~pyro_sym.orbit.bracket.bracket`), with
+            at least 64 permutations; a draw takes some 20 ms at 64 units and seconds at 512. With the uniform
+            one the lower half is at most :math:`\log K`, and the upper half is the better single figure.
 
         Raises:
             ValueError: if ``num_samples`` is below 1.
@@ -313,16 +295,7 @@ class AutoSymmetrized(AutoGuide):
         return self._of_base("quantiles")(quantiles, *args, **kwargs)
 
     def draw(self, num_draws: int, /, *args: Any, **kwargs: Any) -> Run:
-        """Draw from the base guide, unseen by handlers outside.
-
-        Args:
-            num_draws: number of independent draws ``P``.
-            *args: the model's positional arguments.
-            **kwargs: the model's keyword arguments.
-
-        Returns:
-            The draws of the base guide, not moved by any element, and its log density.
-        """
+        """``num_draws`` draws of the base guide, not moved by any element, unseen by handlers outside."""
         several = []
         for _ in range(num_draws):
             with poutine.block():
@@ -331,14 +304,7 @@ class AutoSymmetrized(AutoGuide):
         return self._run(layout, Draws.joined(several), args, kwargs)
 
     def log_average(self, run: Run) -> Tensor:
-        r"""The log orbit average :math:`\log q^G(\omega)` at draws, as the guide's estimator has it.
-
-        Args:
-            run: ``P`` draws, from :meth:`draw`.
-
-        Returns:
-            A tensor of shape ``(P,)``, in nats; in expectation at least :math:`\log q^G(\omega)`.
-        """
+        r"""The log orbit average :math:`\log q^G(\omega)` at draws, ``(P,)``, by the guide's estimator."""
         return run.draws.own + self._log_ratio(run)
 
     @property
@@ -427,32 +393,37 @@ class AutoSymmetrized(AutoGuide):
 
     def _setup(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Layout:
         """On the first call: run the base guide, check the symmetry, choose the estimator."""
-        if self._layout is None:
-            with torch.no_grad(), fork_random_state(), poutine.block():
-                with Capture(self.guide, hide=False) as captured:
-                    self.guide(*args, **kwargs)
-                values = {name: site.value for name, site in captured.sites.items()}
-                self.symmetry.check_values(values)
-                if self.symmetry.log_order(values) == 0:
-                    dims = {name: value.dim() for name, value in values.items()}
-                    self._average = Trivial(self.guide, self.symmetry, "exact")
-                    self._certificate, self._layout = None, _Layout(dims, captured.local)
-                    return self._layout
-                with Capture(self.guide) as captured:
-                    self.guide(*args, **kwargs)
-                values = {name: site.value for name, site in captured.sites.items()}
-                refuse_sites(self.symmetry, captured.sites)
+        if self._layout is not None:
+            return self._layout
+        with torch.no_grad(), fork_random_state(), poutine.block():
+            with Capture(self.guide, hide=False) as captured:
+                self.guide(*args, **kwargs)
+            values = {name: site.value for name, site in captured.sites.items()}
+            self.symmetry.check_values(values)
+            if self.symmetry.log_order(values) == 0:
                 dims = {name: value.dim() for name, value in values.items()}
-                layout = _Layout(dims, captured.local, self._apart(captured))
-                draws = captured.draws(layout.native_dims)
-                self._try_density(layout, draws, args, kwargs)
-                units = self._pair_units(layout, draws, args, kwargs)
-            self._check_symmetry(args, kwargs)
-            supports = {name: site.fn.support for name, site in captured.sites.items()}
-            supports |= {name: site["fn"].support for name, site in prototype_sites(self.guide).items()}
-            self._average = choose(self.estimator, self.guide, self.symmetry, values, supports, units)
-            self._certificate = certificate(self.guide, self.symmetry, self.tolerance)
-            self._layout = layout
+                self._average = Trivial(self.guide, self.symmetry, "exact")
+                self._certificate, self._layout = None, _Layout(dims, captured.local)
+                return self._layout
+            with Capture(self.guide) as captured:
+                self.guide(*args, **kwargs)
+            values = {name: site.value for name, site in captured.sites.items()}
+            refuse_sites(self.symmetry, captured.sites)
+            dims = {name: value.dim() for name, value in values.items()}
+            layout = _Layout(dims, captured.local, self._apart(captured))
+            draws = captured.draws(layout.native_dims)
+            self._try_density(layout, draws, args, kwargs)
+            units = self._pair_units(layout, draws, args, kwargs)
+        if self.model is not None:
+            check_symmetry(self.model, self.symmetry, *args, **kwargs)
+        else:
+            why = "as the guide does not hold its model; pass model= to AutoSymmetrized"
+            warnings.warn(f"{self.symmetry!r} is not checked, {why}", stacklevel=3)
+        supports = {name: site.fn.support for name, site in captured.sites.items()}
+        supports |= {name: site["fn"].support for name, site in prototype_sites(self.guide).items()}
+        self._average = choose(self.estimator, self.guide, self.symmetry, values, supports, units)
+        self._certificate = certificate(self.guide, self.symmetry, self.tolerance)
+        self._layout = layout
         return self._layout
 
     def _try_density(
@@ -490,10 +461,3 @@ class AutoSymmetrized(AutoGuide):
         if units is None and factors and factorises(factors, others, density):
             return factors
         return units
-
-    def _check_symmetry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.model is not None:
-            check_symmetry(self.model, self.symmetry, *args, **kwargs)
-        else:
-            why = "as the guide does not hold its model; pass model= to AutoSymmetrized"
-            warnings.warn(f"{self.symmetry!r} is not checked, {why}", stacklevel=4)

@@ -29,8 +29,7 @@ __all__ = [
 
 LogRatios = Callable[[Draws], Tensor]
 
-# Above this many differences, squares are expanded into matrix products in double precision. Forward and
-# backward are faster from here on: twentyfold for 30 units of 800 numbers and 4 draws.
+# Above this many differences, squares are expanded into matrix products in double precision, which is faster.
 MAX_DIFFERENCES = 2**16
 
 
@@ -38,10 +37,8 @@ MAX_DIFFERENCES = 2**16
 class UnitAxes:
     """The axes along which the units of one permutation lie.
 
-    Attributes:
-        axes: one axis a site, in the shape in which the group views the site.
-        signed: whether the group also flips the sign of each unit.
-        view: reshapes sites to these shapes.
+    There is one axis a site, in the shape in which ``view`` shows the site; ``signed`` says whether the group
+    also flips the sign of each unit.
     """
 
     axes: Mapping[str, int]
@@ -84,19 +81,13 @@ def pair_normals(guide: Callable[..., Any], symmetry: Symmetry) -> LogRatios | N
         L_{ij} = \log q_i(\omega_j) - \log q_j(\omega_j), \qquad
         \log q^G(\omega) = \log q(\omega) + \log \operatorname{perm}(e^L) - \log n!,
 
-    and if the group also flips the sign of each unit,
-    :math:`e^{L_{ij}} = \tfrac12 (q_i(\omega_j) + q_i(-\omega_j)) / q_j(\omega_j)`.
+    and if the group also flips the sign of each unit, :math:`e^{L_{ij}} = \tfrac12 (q_i(\omega_j) +
+    q_i(-\omega_j)) / q_j(\omega_j)`.
 
-    Args:
-        guide: a Pyro guide that has been run once.
-        symmetry: the group.
-
-    Returns:
-        A function of draws that returns :math:`L`, of shape ``(P, n, n)``, in nats; gradients flow to values
-        and parameters. ``None`` if the density does not factorise this way: it does if the group is one
-        :class:`Permutation` on one axis (or factor of an axis) a site, with or without signs on the same
-        axes, and every moved site is normal coordinate by coordinate
-        (:func:`~pyro_sym.guides.site_normals.site_normals`; a simplex is not).
+    The function returns :math:`L`, of shape ``(P, n, n)``; gradients flow to values and parameters. ``None``
+    if the density does not factorise this way: it does if the group has :func:`signed_axes` and every moved
+    site is normal coordinate by coordinate (:func:`~pyro_sym.guides.site_normals.site_normals`; a simplex is
+    not).
     """
     units = signed_axes(symmetry)
     if units is None:
@@ -114,15 +105,9 @@ def log_ratios(pairs: Tensor, flipped: Tensor | None) -> Tensor:
 
 
 def separable_sites(guide: Callable[..., Any], symmetry: Symmetry) -> UnitAxes | None:
-    """The moved sites whose units are independent normals, even if other moved sites are not.
+    """The axes of the moved sites whose units are independent normals, even if other moved sites are not.
 
-    Args:
-        guide: a Pyro guide that has been run once.
-        symmetry: the group.
-
-    Returns:
-        The axes of their units; ``None`` if there is no such site, or the group is not one permutation with
-        or without signs.
+    ``None`` if there is no such site, or the group is not one permutation with or without signs.
     """
     found = _one_permutation(symmetry)
     if found is None:

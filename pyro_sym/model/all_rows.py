@@ -30,15 +30,7 @@ MAX_ELEMENTS = 2**22
 
 
 def blocks(plate: SubsampledPlate, order: Tensor | None = None) -> list[Tensor]:
-    """Row numbers in blocks that cover a plate; the last block may overlap with the one before it.
-
-    Args:
-        plate: the plate.
-        order: the order of the rows; ascending by default.
-
-    Returns:
-        Tensors of ``subsample_size`` row numbers.
-    """
+    """Row numbers in blocks of ``subsample_size`` that cover a plate; the last one may overlap another."""
     rows = torch.arange(plate.size, device=plate.device) if order is None else order
     last = plate.size - plate.subsample_size
     return [rows[s : s + plate.subsample_size] for s in [*range(0, last, plate.subsample_size), last]]
@@ -54,10 +46,8 @@ def windows(plates: Mapping[str, SubsampledPlate]) -> Iterator[Window]:
 def showing(rows: Mapping[str, int]) -> Iterator[None]:
     """Have subsampled plates that this thread makes show another number of rows.
 
-    A handler can't do this: Pyro compares the number of indices with the ``subsample_size`` in the model.
-
-    Args:
-        rows: the number of rows, by name of plate.
+    ``rows`` is by plate. A handler can't do this: Pyro compares the number of indices with the model's
+    ``subsample_size``.
     """
 
     def resizing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,9 +66,8 @@ def showing(rows: Mapping[str, int]) -> Iterator[None]:
 class Work(TorchDispatchMode):
     """Counts the work of a computation, the same on all machines.
 
-    Attributes:
-        operations: floating point operations of products, plus one for every number that is written.
-        largest: the number of elements of the largest tensor that is made.
+    ``operations`` are the floating point operations of products, plus one for every number that is written;
+    ``largest`` is the number of elements of the largest tensor that is made.
     """
 
     def __init__(self) -> None:
@@ -101,14 +90,8 @@ class Work(TorchDispatchMode):
 def widened(program: Program, prepare: Callable[[Program], Callable[[], Any]]) -> tuple[Program, int]:
     """A model whose subsampled plates show more rows at a time, as many as memory allows.
 
-    Args:
-        program: a model with subsampled plates.
-        prepare: returns a function that evaluates a program once; the model is widened only if that also
-            succeeds on more rows.
-
-    Returns:
-        The program, the given one if the model accepts no other number of rows, and the operations of an
-        evaluation.
+    ``prepare`` returns a function that evaluates a program once. Returns the program, the given one if that
+    function fails on more rows, and the operations of an evaluation.
     """
     run = prepare(program)
     with Work() as work:

@@ -62,17 +62,9 @@ def fixed_parameters(
     r"""The sites at which ``poutine.condition`` holds a parameter, not data.
 
     The density of data, :math:`p(x \mid \theta)`, depends on the latent sites. A fixed site whose density is
-    the same at two values of :math:`\theta` is a parameter, such as a noise scale held at 1.
-
-    Args:
-        model: a Pyro model.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        draw: one of the two values, constrained, by latent site. The other one, and sites without a value,
-            are drawn from the prior.
-
-    Returns:
-        The names of the sites. Torch's global generator advances.
+    the same at two values of :math:`\theta` is a parameter, such as a noise scale held at 1. ``draw`` is one
+    of the two values, constrained, by latent site; the other one, and sites without a value, are drawn from
+    the prior, so that torch's global generator advances.
     """
     marks = _MarkFixed()
 

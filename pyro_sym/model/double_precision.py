@@ -28,13 +28,7 @@ def all_in_double(module: nn.Module) -> nn.Module:
 
     Its parameters and buffers are converted, and so are the tensors that are plain attributes. While it runs,
     each cast to another floating-point dtype becomes a cast to float64, and each move to another device
-    becomes a move to the CPU. What it computes is the same function, up to rounding.
-
-    Args:
-        module: the module, which is changed; pass a copy.
-
-    Returns:
-        The module.
+    becomes a move to the CPU. What it computes is the same function, up to rounding. Pass a copy.
     """
     module.to("cpu", torch.float64)
     for part in module.modules():
@@ -53,11 +47,7 @@ def all_in_double(module: nn.Module) -> nn.Module:
 
 
 class CastsToDouble(TorchFunctionMode):
-    """Replaces floating-point dtypes by float64 in calls of torch.
-
-    Attributes:
-        found: whether a call asked for another dtype.
-    """
+    """Replaces floating-point dtypes by float64 in calls of torch; ``found`` says if there were others."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -62,14 +62,9 @@ def variables(trace: poutine.Trace) -> list[Any]:
 
 
 def marginal_terms(trace: poutine.Trace, ring: LogRing | None = None) -> dict[str, Tensor]:
-    """Sum the enumerated sites of a trace out, with masks inside the sum and the common scale outside.
+    """The terms of :meth:`Program.log_joint_terms`, from a trace with log probabilities computed.
 
-    Args:
-        trace: of a model in which some sites are enumerated, with log probabilities computed.
-        ring: as for :meth:`Program.log_joint_terms`.
-
-    Returns:
-        As :meth:`Program.log_joint_terms`.
+    Enumerated sites are summed out, with masks inside the sum and the common scale outside.
     """
     alone, joint, scale, parts = marginalised(trace, ring)
     terms: dict[str, Tensor] = {site["name"]: site["log_prob_sum"] for site in alone}

@@ -23,9 +23,7 @@ class FullGradient:
 
         U(u) = \sum_b w_b \, \hat U_b(u), \qquad \sum_b w_b = 1.
 
-    Args:
-        gradient: energies and gradients on minibatches.
-        source: of the run's minibatches; its ``cover`` yields those that cover the data.
+    The minibatches are those of the source's ``cover``.
     """
 
     def __init__(self, gradient: Gradient, source: PlateRows | Loader) -> None:
@@ -33,11 +31,7 @@ class FullGradient:
         self._source = source
 
     def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Evaluate at a flat position of shape ``(d,)``.
-
-        Returns:
-            The energy, a scalar, and the gradient, of shape ``(d,)``.
-        """
+        """The energy, a scalar, and the gradient, ``(d,)``, at a flat position of shape ``(d,)``."""
         energy, gradient = position.new_zeros(()), torch.zeros_like(position)
         with torch.no_grad(), unvalidated():
             for weight, minibatch in self._source.cover():
@@ -48,15 +42,7 @@ class FullGradient:
 
 
 def find_mode(full: FullGradient, start: Tensor) -> Tensor:
-    """A local minimum of the potential energy on all data, by L-BFGS.
-
-    Args:
-        full: energy and gradient on all data.
-        start: the starting point, of shape ``(d,)``.
-
-    Returns:
-        The mode, of shape ``(d,)``.
-    """
+    """A local minimum ``(d,)`` of the potential energy on all data, by L-BFGS from ``start``, ``(d,)``."""
     from scipy.optimize import minimize  # its import changes the warnings filters
 
     def objective(x: Any) -> tuple[float, Any]:

@@ -53,8 +53,7 @@ _Mode = Literal["eager", "trace", "compile"]
 class Gradient:
     r"""Potential energy and gradient of :math:`C` chains at once, each on its own minibatch.
 
-    It is :meth:`Potential.value_and_grad <pyro_sym.Potential.value_and_grad>` for rows of
-    positions,
+    It is :meth:`Potential.value_and_grad <pyro_sym.Potential.value_and_grad>` for rows of positions,
 
     .. math::
 
@@ -70,28 +69,9 @@ class Gradient:
     The graph holds what the model's data, ``pyro.param`` s and buffers were on the first call: make a new
     ``Gradient`` after changing them.
 
-    Args:
-        potential: of the model.
-        jit: ``"trace"`` for the graph, ``"compile"`` for the graph compiled by ``torch._inductor`` (it needs
-            a C++ compiler, and seconds on the first run), ``"eager"`` for the model itself, ``"auto"`` for
-            the graph where possible.
-
-    Attributes:
-        mode: what is in use, ``"eager"``, ``"trace"`` or ``"compile"``; a call may change it.
-        reason: why ``mode`` isn't what ``jit`` asks for, else None.
-
-    Raises:
-        ValueError: if ``jit`` is none of these.
-
-    Example:
-        >>> def model():
-        ...     pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        >>> gradient = Gradient(Potential(model))
-        >>> gradient(torch.tensor([[0.0, 0.0], [1.0, 2.0]]), Minibatch())
-        (tensor([1.8379, 4.3379]), tensor([[0., 0.],
-                [1., 2.]]))
-        >>> gradient.mode
-        'trace'
+    With ``jit="trace"`` it uses the graph, with ``"compile"`` the graph compiled by ``torch._inductor`` (it
+    needs a C++ compiler, and seconds on the first run), with ``"eager"`` the model itself, with ``"auto"``
+    the graph where possible. A call may change ``mode``, the one in use; ``reason`` then says why.
     """
 
     def __init__(self, potential: Potential, jit: Jit = "auto") -> None:
@@ -105,17 +85,9 @@ class Gradient:
         self._alone = False  # whether the graph is of one chain, because torch can't vectorise it
 
     def __call__(self, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
-        """The potential energy and its gradient for each chain.
+        """Energies ``(C,)`` and gradients ``(C, d)``, detached, at flat unconstrained positions ``(C, d)``.
 
-        Args:
-            position: flat unconstrained values, of shape ``(C, d)``.
-            minibatch: what the chains see of the data.
-
-        Returns:
-            The energies, of shape ``(C,)``, and the gradients, of shape ``(C, d)``; both detached.
-
-        Raises:
-            pyro_sym.graph.record.UntraceableError: if ``jit`` is ``"trace"`` and the model can't be traced.
+        Raises an ``UntraceableError`` if ``jit`` is ``"trace"`` and the model can't be traced.
         """
         if self.mode == "eager":
             return self.eager(position, minibatch)
@@ -165,16 +137,9 @@ class Gradient:
     def graph(self, position: Tensor, minibatch: Minibatch) -> fx.GraphModule:
         """The simplified graph for inputs of these shapes, not yet compared with the model.
 
-        Args:
-            position: of shape ``(C, d)``.
-            minibatch: what the chains see of the data.
-
-        Returns:
-            A module that takes the position, the indices in order of ``minibatch.indices`` and the tensors
-            within ``minibatch.args``, and returns energies and gradients.
-
-        Raises:
-            pyro_sym.graph.record.UntraceableError: if the model can't be traced.
+        It takes the position ``(C, d)``, the indices in order of ``minibatch.indices`` and the tensors within
+        ``minibatch.args``, and returns energies and gradients. Raises an ``UntraceableError`` if the model
+        can't be traced.
         """
         inputs = _Inputs.of(minibatch)
 
@@ -206,9 +171,8 @@ class Gradient:
     def checked(self, position: Tensor, minibatch: Minibatch) -> CheckedGraph | None:
         """The graph for inputs of these shapes, compared with the model; ``None`` after a fallback.
 
-        Raises:
-            UnbatchableError: if torch can't vectorise the graph over chains.
-            UntraceableError: if ``jit`` is ``"trace"`` and the model can't be traced.
+        Raises an ``UnbatchableError`` if torch can't vectorise the graph over chains, another
+        ``UntraceableError`` if ``jit`` is ``"trace"`` and the model can't be traced.
         """
         start = time.perf_counter()
         self.eager(position[:1], minibatch.of(slice(1)))  # an error here is the model's own
@@ -335,15 +299,7 @@ class _Inputs:
 
 
 class _Probe(Probe):
-    """Compares a graph with the potential, for one of the chains.
-
-    Args:
-        gradient: whose potential is the reference.
-        start: where the chains are, of shape ``(C, d)``.
-        away: from there to the probe, of shape ``(C, d)``.
-        minibatch: what the chains see of the data.
-        chain: the one that is compared; the potential is not run for the others.
-    """
+    """Compares a graph with the potential for one ``chain``, at positions ``start + away``, ``(C, d)``."""
 
     def __init__(
         self, gradient: Gradient, start: Tensor, away: Tensor, minibatch: Minibatch, chain: int

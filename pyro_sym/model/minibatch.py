@@ -26,10 +26,9 @@ MAX_AHEAD = 2**16
 class Minibatch:
     """The part of the data that one step sees.
 
-    Attributes:
-        indices: rows by subsampled plate, of shape ``(C, B)``, or ``(B,)`` if all chains share them.
-        args: the model's positional arguments in this step, shared by all chains; ``None`` for those of the
-            run. If given, subsampled plates without indices show the rows of the batch.
+    ``indices`` are rows by subsampled plate, of shape ``(C, B)``, or ``(B,)`` if all chains share them.
+    ``args`` replace the model's positional arguments for all chains; subsampled plates without indices then
+    show the rows of the batch.
     """
 
     indices: Mapping[str, Tensor] = field(default_factory=dict)
@@ -50,14 +49,8 @@ def draw_rows(plate: SubsampledPlate, shape: tuple[int, ...] = ()) -> Tensor:
     One draw is the head of a random permutation. Many draws at once are windows of one random permutation at
     independent uniform offsets: each is an exactly uniform subset, and as two windows share :math:`B^2 / N`
     rows on average, as independent subsets do, the noise of their gradients is uncorrelated. If a
-    permutation of all rows would cost more than the draws, rows are drawn one by one and repeats redrawn.
-
-    Args:
-        plate: ``subsample_size`` :math:`B` of ``size`` :math:`N` rows.
-        shape: how many minibatches.
-
-    Returns:
-        Row numbers, of shape ``(*shape, B)``.
+    permutation of all :math:`N` rows would cost more than the draws, rows are drawn one by one and repeats
+    redrawn. Returns row numbers, of shape ``(*shape, B)``.
     """
     size, count, device = plate.size, plate.subsample_size, plate.device
     number = math.prod(shape)
@@ -98,13 +91,7 @@ def _without_repeats(size: int, shape: tuple[int, int], device: torch.device) ->
 
 
 class PlateRows:
-    """Fresh rows for every subsampled plate at each step.
-
-    Args:
-        plates: the subsampled plates.
-        num_chains: :math:`C`.
-        shared: whether all chains see the same rows.
-    """
+    """Fresh rows for every subsampled plate at each step, the same for all chains if ``shared``."""
 
     def __init__(self, plates: Mapping[str, SubsampledPlate], num_chains: int, shared: bool = False) -> None:
         self.plates = plates
@@ -165,15 +152,9 @@ class Loader:
     chains see the same batch. The model has to declare the number of rows in all:
     ``pyro.plate("data", num_data, subsample_size=len(batch))``.
 
-    Each epoch has a random stream of its own, seeded from torch's generator. Its batches depend on that seed
-    only, not on what the chains draw meanwhile, so they can be repeated.
-
-    Args:
-        batches: the iterable; each pass through it is one epoch. For a run to be resumed, its batches must
-            depend on no random state but torch's and a ``DataLoader``'s own ``generator``.
-
-    Raises:
-        ValueError: if it yields no batch, or is an iterator, which can be run through once only.
+    Each pass is one epoch, with its own random stream, seeded from torch's generator. Its batches depend on
+    that seed only, not on what the chains draw meanwhile, so they can be repeated. For a run to be resumed,
+    they must depend on no random state but torch's and a ``DataLoader``'s own ``generator``.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:

@@ -102,15 +102,7 @@ def traced(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
 
 @dataclass(frozen=True)
 class LatentSite:
-    """A continuous latent site of a model.
-
-    Attributes:
-        name: the site's name.
-        value: a feasible constrained value, of the site's native shape.
-        support: the constraint of the site's support.
-        event_dim: number of event dims of the site's distribution.
-        frames: the plates around the site.
-    """
+    """A continuous latent site, with a feasible constrained value and the plates (``frames``) around it."""
 
     name: str
     value: Tensor
@@ -131,23 +123,16 @@ class SubsampledPlate:
 
 @dataclass(frozen=True)
 class Term:
-    """A term of the log joint, element by element.
-
-    Attributes:
-        elements: log probabilities without the scale, of any shape; masked ones are 0.
-        scale: what the elements are multiplied with; a number, or a tensor that broadcasts with them.
-    """
+    """A term of the log joint: log probabilities of any shape, masked ones 0, and a scale that broadcasts."""
 
     elements: Tensor
     scale: float | Tensor
 
 
 class GivenIndices(Messenger):
-    """Sets the indices of subsampled plates, which Pyro would draw.
+    """Sets the indices of subsampled plates, by name.
 
-    Args:
-        indices: by plate.
-        in_order: whether plates without indices show their first rows: those of a batch.
+    With ``in_order``, plates without indices show their first rows: those of a batch.
     """
 
     def __init__(self, indices: Values, in_order: bool = False) -> None:
@@ -216,16 +201,8 @@ class Program:
 
     over all sample sites :math:`s`, with the scales :math:`c_s` of subsampled plates and ``poutine.scale``,
     and enumerable discrete latent sites summed out (inside the scale, as :class:`~pyro.infer.TraceEnum_ELBO`
-    does).
-
-    Args:
-        model: a Pyro model.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        init_strategy: from a site to its prototype value, as in Pyro's autoguides.
-
-    Raises:
-        ValueError: if a latent site is discrete and can't be enumerated.
+    does). ``init_strategy`` maps a site to its prototype value, as in Pyro's autoguides. A latent site that
+    is discrete and can't be enumerated raises a ``ValueError``.
     """
 
     def __init__(
@@ -292,16 +269,10 @@ class Program:
         return init_to_prior(site) if is_deterministic(site) else self.init_strategy(site)
 
     def draw(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Draw the latent sites by ``init_strategy``, and indices for the subsampled plates.
+        """Draw constrained values by ``init_strategy``, by site, and indices, by subsampled plate.
 
         Unlike construction, this advances torch's global generator. Parameters of distributions are not
-        validated: the caller has to check the point.
-
-        Returns:
-            The constrained values by site, and the indices by plate.
-
-        Raises:
-            ValueError: if this run lacks a site.
+        validated: the caller has to check the point. A run that lacks a site raises a ``ValueError``.
         """
         with unvalidated():
             trace = self._run_prototype()
@@ -315,19 +286,11 @@ class Program:
         return values, {name: trace.nodes[name]["value"] for name in self.plates}
 
     def trace(self, values: Values, indices: Values | None = None, args: Args | None = None) -> poutine.Trace:
-        """Run the model at given constrained values, plate indices and data.
+        """The model's trace with log probabilities, at ``values`` of each latent site, constrained.
 
-        Args:
-            values: constrained values by latent site, each of the site's native shape.
-            indices: a tensor of ``subsample_size`` indices for every subsampled plate.
-            args: positional arguments in place of those of construction: a batch of the data. Subsampled
-                plates without indices then show the rows of the batch in order.
-
-        Returns:
-            The trace, with log probabilities computed.
-
-        Raises:
-            ValueError: if a latent site has no value, or a subsampled plate no indices.
+        ``indices`` are ``subsample_size`` row numbers for every subsampled plate. ``args`` replace the
+        arguments of construction by a batch of the data; subsampled plates without indices then show the
+        rows of the batch in order. A missing value or missing indices raise a ``ValueError``.
         """
         trace = self._run(values, indices, args)
         trace.compute_log_prob()
@@ -355,16 +318,8 @@ class Program:
     ) -> dict[str, Tensor]:
         """The log joint by site, each a scalar; sites that depend on summed-out ones share one term.
 
-        Args:
-            values: as for :meth:`trace`.
-            indices: as for :meth:`trace`.
-            args: as for :meth:`trace`.
-            ring: how enumerated sites are summed out; by default as Pyro does, which is differentiable, but
-                fails under ``vmap``.
-
-        Returns:
-            Scalars by site name, in the model's order. A joint term of sites ``y`` and ``z`` is named
-            ``"z+y"``.
+        A joint term of sites ``y`` and ``z`` is named ``"z+y"``. ``ring`` says how enumerated sites are
+        summed out; by default as Pyro does, which is differentiable, but fails under ``vmap``.
         """
         trace = self.trace(values, indices, args)
         if not self.enumerated:
@@ -375,18 +330,9 @@ class Program:
         """The terms of the log joint, element by element: the finest parts that the model has.
 
         An element is an entry of a site, also if ``to_event`` makes many entries one event. For summed-out
-        sites it is an entry of the plates that remain, such as a row of the data.
-
-        Args:
-            values: as for :meth:`trace`.
-            indices: as for :meth:`trace`.
-
-        Returns:
-            Terms by name, with the names of :meth:`log_joint_terms`, whose values are the sums of the scaled
-            elements.
-
-        Raises:
-            ValueError: if a value is outside of the support of its site.
+        sites it is an entry of the plates that remain, such as a row of the data. The names are those of
+        :meth:`log_joint_terms`, whose values are the sums of the scaled elements. A value outside the support
+        of its site raises a ``ValueError``.
         """
         if not self.enumerated:
             trace = self._run(values, indices, None)

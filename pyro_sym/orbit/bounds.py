@@ -68,7 +68,7 @@ def capacity_upper(log_matrix: Tensor, *, sweeps: int = SWEEPS) -> Tensor:
 
 
 def bethe_lower(log_matrix: Tensor, *, sweeps: int = SWEEPS) -> Tensor:
-    r"""A lower bound of the log permanent: :math:`F_{-1}(P)`, the Bethe permanent once converged.
+    """A lower bound of shape ``batch``: :math:`F_{-1}(P)`, the Bethe permanent once converged.
 
     It is minus infinity if a row or column has no weight.
     """

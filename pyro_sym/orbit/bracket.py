@@ -19,13 +19,10 @@ CLOSE = 3.0
 
 
 class Bracket(NamedTuple):
-    r"""Bounds of :math:`\log \operatorname{perm}(e^L) - \log n!`, in nats.
+    r"""Bounds of :math:`\log \operatorname{perm}(e^L) - \log n!` in expectation over draws, in nats.
 
-    Attributes:
-        lower: a lower bound in expectation, of shape ``(P,)``.
-        upper: an upper bound in expectation over the draws, of shape ``(P,)``.
-        lower_by: ``"importance"`` or ``"deterministic"``, whichever has the larger mean.
-        upper_by: the same, whichever has the smaller mean.
+    ``lower`` and ``upper`` have shape ``(P,)``; ``lower_by`` and ``upper_by`` are ``"importance"`` or
+    ``"deterministic"``, whichever had the larger or the smaller mean.
     """
 
     lower: Tensor
@@ -43,7 +40,7 @@ class Bracket(NamedTuple):
 
 @torch.no_grad()
 def bracket(pairs: Iterable[Tensor], num_elements: int) -> Bracket:
-    r"""Bound the log orbit average from both sides.
+    """Bound the log orbit average from both sides, by ``num_elements`` permutations for either half.
 
     The sampled bounds are :func:`~pyro_sym.orbit.guided_permutations.importance_bracket`, with
     ``num_elements`` permutations each. If those of the first chunk are more than three nats apart, the best

@@ -15,12 +15,9 @@ __all__ = ["Block", "Coupling", "Factor"]
 
 @dataclass(frozen=True)
 class Block:
-    """A permutation with the sign flips of its units, or one sign flip alone.
+    """A permutation with the sign flips of its units, or one sign flip alone, as indices of members.
 
-    Attributes:
-        permutation: index of the permutation among the members, ``None`` for signs alone.
-        flips: indices of the sign flips.
-        first: a site and one of its axes, whose length is the size of the block.
+    ``permutation`` is ``None`` for signs alone; ``first`` is a site and one of its axes, for the size.
     """
 
     permutation: int | None
@@ -41,13 +38,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Factor:
-    """One moved site.
+    """A moved site: its moved axes from the right, and the block that moves each of them.
 
-    Attributes:
-        site: its name.
-        axes: the moved axes, from the right.
-        blocks: the block that moves each of them.
-        flips: which of that block's flips changes the sign along it, if any.
+    ``flips`` tells by axis which of that block's flips changes the sign along it, if any.
     """
 
     site: str
@@ -58,17 +51,12 @@ class Factor:
 
 @dataclass(frozen=True)
 class Coupling:
-    r"""The table of blocks and of the sites that they move.
+    """The table of blocks, in the order of the group's members, and of the sites (factors) that they move.
 
-    Blocks that move axes of one site are coupled: the best choice in one depends on the other, as for the
-    two hidden layers that a weight matrix joins. A block that moves two axes of one site, as the states of a
-    hidden Markov model do, is coupled to itself.
-
-    Where sites are viewed in finer shapes, axes and values are those of the viewed sites.
-
-    Attributes:
-        blocks: the blocks, in the order of the group's members.
-        factors: one a moved site.
+    Blocks that move axes of one site are coupled: the best choice in one depends on the other, as for the two
+    hidden layers that a weight matrix joins. A block that moves two axes of one site, as the states of a
+    hidden Markov model do, is coupled to itself. Where sites are viewed in finer shapes, axes and values are
+    those of the viewed sites.
     """
 
     blocks: tuple[Block, ...]

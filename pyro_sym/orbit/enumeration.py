@@ -7,10 +7,9 @@ preserves volume, and
 
     q^G(\omega) = \frac{1}{|G|} \sum_{g \in G} q(g \cdot \omega)
 
-the density of :math:`g \cdot \omega` for :math:`\omega \sim q` and :math:`g` uniform on :math:`G`. (The sum
-over :math:`g` equals the sum over :math:`g^{-1}`.) ``own`` is :math:`\log q(\omega)` as the guide reported
-it, which is more exact than the density computed from constrained values. Ratios are taken between densities
-that are both computed from constrained values, so that errors cancel.
+the density of :math:`g \cdot \omega` for :math:`\omega \sim q` and :math:`g` uniform on :math:`G`. ``own``
+is :math:`\log q(\omega)` as the guide itself reported it, which is more exact than a round trip through
+constrained space; both densities of a ratio make the same round trip, so that its errors cancel.
 """
 
 from __future__ import annotations
@@ -41,19 +40,12 @@ def enumerated(
     own: Tensor,
     reliable: Reliable | None = None,
 ) -> Tensor:
-    r"""The log orbit average :math:`\log q^G(\omega)`, exactly.
+    r"""The log orbit average :math:`\log q^G(\omega)`, exactly, of shape ``(P,)``, in nats.
 
-    Images are evaluated in chunks of bounded memory; if there are several, the backward pass recomputes them.
-
-    Args:
-        symmetry: the group; its elements are listed.
-        log_prob: the log density of the guide.
-        values: draws :math:`\omega` by site, each of shape ``(P, *native)``.
-        own: :math:`\log q(\omega)`, of shape ``(P,)``.
-        reliable: where densities at images can be trusted.
-
-    Returns:
-        A tensor of shape ``(P,)``, in nats.
+    ``values`` are draws, of shape ``(P, *native)`` a site, and ``own`` is :math:`\log q(\omega)`, of shape
+    ``(P,)``. ``reliable`` maps the log density computed at the draws to booleans; where one is false, that of
+    the images is not trusted either, and ``own`` is returned. The images are evaluated in chunks of bounded
+    memory; where there are several, the backward pass recomputes them.
     """
     elements = symmetry.elements(values)
     order = length(elements)

@@ -45,10 +45,8 @@ TINY = 1e-280
 class Belief(NamedTuple):
     """Which units are in the slots of a block, and with what signs; of shape ``(P, K or 1, n, n)``.
 
-    Attributes:
-        place: the probability that slot i holds unit j.
-        signed: for each flip of the block, that probability times the mean of the sign.
-        certain: whether this is an element.
+    ``place`` is the probability that slot i holds unit j; ``signed`` is, by flip of the block, that
+    probability times the mean sign. An element is ``certain``.
     """
 
     place: Tensor
@@ -92,13 +90,10 @@ class _Term:
 
 
 class Surrogate:
-    r"""The log density of independent normals at all images of some draws, without what no element changes.
+    """The log density of independent normals at all images of draws, up to what no element changes.
 
-    Args:
-        coupling: which block moves what.
-        sizes: the number of units by block.
-        points: coordinates of the draws by site, of shape ``(P, *native)``.
-        moments: mean and standard deviation of every slot's coordinates by site, of shape ``native``.
+    ``sizes`` has the number of units by block; ``points`` are the draws' coordinates by site, of shape ``(P,
+    *native)``, and ``moments`` the mean and standard deviation in every slot, of shape ``native``.
     """
 
     def __init__(
@@ -167,14 +162,9 @@ class Surrogate:
         return pairs
 
     def log_sum(self, elements: Sequence[Belief], summed: frozenset[int]) -> Tensor:
-        r"""The log density at images, summed over some blocks.
+        """The log density at images, ``(P, K)``, summed exactly over the uncoupled blocks ``summed``.
 
-        Args:
-            elements: one a block.
-            summed: uncoupled blocks to sum over exactly; their elements are ignored.
-
-        Returns:
-            The logarithm, of shape ``(P, K)``.
+        ``elements`` has one entry a block; those of summed blocks are not used.
         """
         total = torch.zeros(self.num_draws, 1, dtype=torch.double, device=self.device)
         for b, alone in enumerate(self.alone):
@@ -221,9 +211,8 @@ class Surrogate:
 class Proposal(NamedTuple):
     r"""Elements, and the log probabilities with which they were proposed.
 
-    Attributes:
-        elements: by block, of shape ``(P, K, n, n)``; beliefs for blocks that are summed over.
-        log_probs: :math:`\log \tau(g_k \\mid \\omega)`, of shape ``(P, K)``.
+    ``elements`` are beliefs by block, of shape ``(P, K, n, n)``, uncertain for blocks that were summed over;
+    ``log_probs`` is :math:`\log \tau(g_k \mid \omega)`, of shape ``(P, K)``.
     """
 
     elements: list[Belief]
@@ -277,9 +266,6 @@ def draw_elements(
         num_elements: :math:`K`.
         with_identity: whether the first element is the identity, rather than drawn.
         summed: blocks that need no element.
-
-    Returns:
-        The elements, with their log probabilities.
     """
     coupling, draws = surrogate.coupling, surrogate.num_draws
     beliefs = surrogate.beliefs() if len(summed) < len(coupling.blocks) else surrogate.identity()

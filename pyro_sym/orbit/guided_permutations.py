@@ -69,20 +69,15 @@ def importance(log_matrix: Tensor, num_elements: int, rest: Rest | None = None) 
         >>> separated = torch.full((1, 20, 20), -1e3).diagonal_scatter(torch.zeros(1, 20), dim1=1, dim2=2)
         >>> round(-importance(separated, 8).item(), 1), round(math.lgamma(21), 1)
         (42.3, 42.3)
-
-    References:
-        Sobolev and Vetrov 2019, arXiv 1905.03290, for the bound; Sinkhorn-scaled sequential sampling of
-        permanents goes back to Beichl and Sullivan 1999.
     """
     return _log_mean(_log_weights(log_matrix, num_elements, rest=rest))
 
 
 def importance_unbiased(log_matrix: Tensor, num_elements: int, rest: Rest | None = None) -> Tensor:
-    r"""The logarithm of an unbiased estimate of the orbit average: :math:`K` proposals without the identity.
+    r"""The logarithm of an unbiased estimate, of shape ``(P,)``: the proposals without the identity.
 
     By Jensen's inequality its expectation is at most :math:`\log \operatorname{perm}(e^L) - \log n!`. It
-    bounds the gain from above, for diagnostics; in an ELBO it would be no bound. Arguments and result are
-    those of :func:`importance`.
+    would overstate an ELBO, so it is for diagnostics only. Arguments are as for :func:`importance`.
     """
     return _log_mean(_log_weights(log_matrix, num_elements + 1, rest=rest)[:, 1:])
 
@@ -120,23 +115,18 @@ def sinkhorn(log_matrix: Tensor, sweeps: int | None = None) -> Tensor:
 
 
 def propose(
-    log_matrix: Tensor,
-    num_elements: int,
-    identity: Tensor | None = None,
-    *,
-    rescalings: int = RESCALINGS,
+    log_matrix: Tensor, num_elements: int, identity: Tensor | None = None, *, rescalings: int = RESCALINGS
 ) -> tuple[Tensor, Tensor]:
-    r"""Draw permutations slot by slot, as :func:`importance` describes.
+    r"""Draw permutations slot by slot, as :func:`importance` describes, without gradients.
 
-    Args:
-        log_matrix: :math:`L`, of shape ``(B, n, n)``; no gradient flows.
-        num_elements: :math:`K`.
-        identity: booleans of shape ``(B, K)``; where true, the identity is returned instead of a draw.
-        rescalings: how often the remaining slots and units are rescaled.
+    :math:`L` has shape ``(B, n, n)``. Where ``identity``, of shape ``(B, K)``, is true, the identity replaces
+    the draw. ``rescalings`` is how often the remaining matrix is rescaled. Returns the unit of every slot, of
+    shape ``(B, K, n)``, and :math:`\log \tau`, of shape ``(B, K)``, in double precision.
 
-    Returns:
-        The unit of every slot, of shape ``(B, K, n)``, and the log probabilities :math:`\log \tau`, of shape
-        ``(B, K)``, in double precision.
+    Example:
+        >>> assignments, log_proposals = propose(torch.zeros(1, 3, 3), 4)
+        >>> assignments.shape, log_proposals.shape
+        (torch.Size([1, 4, 3]), torch.Size([1, 4]))
     """
     with torch.no_grad():
         n = log_matrix.shape[-1]
@@ -210,10 +200,7 @@ def _log_mean(log_weights: Tensor) -> Tensor:
 
 
 def _log_weights(
-    log_matrix: Tensor,
-    num_elements: int,
-    rescalings: int = RESCALINGS,
-    rest: Rest | None = None,
+    log_matrix: Tensor, num_elements: int, rescalings: int = RESCALINGS, rest: Rest | None = None
 ) -> Tensor:
     """The log weights of the identity and of proposed permutations, of shape (P, K)."""
     draws, n, _ = log_matrix.shape

@@ -36,7 +36,7 @@ BOUNDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def log_permanent(log_matrix: Tensor, *, max_size: int = MAX_SIZE, method: Method = "exact") -> Tensor:
-    r"""The logarithm of a permanent: exactly, or a bound of it at any size.
+    r"""The log permanent of matrices ``(*batch, n, n)``, of shape ``batch``: exactly, or a bound at any size.
 
     With :math:`A = e^L`, a dynamic programme over subsets :math:`S` of columns,
 
@@ -50,18 +50,9 @@ def log_permanent(log_matrix: Tensor, *, max_size: int = MAX_SIZE, method: Metho
     unit :math:`j`. Large batches are split into chunks, which the backward pass recomputes: memory stays at
     some hundred MiB. The other methods take :math:`n^2` steps a sweep (:mod:`pyro_sym.orbit.bounds`).
 
-    Args:
-        log_matrix: :math:`L`, of shape ``(*batch, n, n)``; entries of minus infinity are zeros of :math:`A`.
-        max_size: the largest :math:`n` taken by ``"exact"``; time and memory double with each further unit.
-        method: ``"exact"``, the value itself; ``"bethe_lower"`` or ``"capacity_lower"``, which are at most
-            that; ``"bethe_upper"``, ``"capacity_upper"`` or ``"fractional_upper"``, which are at least that.
-
-    Returns:
-        The logarithm, of shape ``batch``; minus infinity if no permutation has weight.
-
-    Raises:
-        ValueError: if the matrices are not square, or larger than ``max_size`` with ``"exact"``, or the
-            method is unknown.
+    Entries of minus infinity are zeros of :math:`A`; the result is minus infinity if no permutation has
+    weight. ``max_size`` is the largest :math:`n` that ``"exact"`` accepts: each further unit doubles time and
+    memory.
 
     Example:
         >>> log_permanent(torch.tensor([[1.0, 2.0], [3.0, 4.0]]).log()).exp()

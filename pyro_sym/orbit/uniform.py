@@ -31,13 +31,9 @@ def uniform(
         \mathbb E\left[ -\log \frac1K \Bigl( q(\omega) + \sum_{k<K} q(g_k \cdot \omega) \Bigr) \right] \le
         H(q^G),
 
-    with equality as :math:`K \to \infty`. The gain that it can report is at most :math:`\log K` nats.
-
-    Arguments are those of :func:`~pyro_sym.orbit.enumeration.enumerated`, and :math:`K` = ``num_elements``,
-    the identity included. Returns the logarithm of the average, of shape ``(P,)``.
-
-    References:
-        Gelberg et al. 2024, arXiv 2408.05496, theorem 4.3.
+    with equality as :math:`K \to \infty` (Gelberg et al. 2024, arXiv 2408.05496, theorem 4.3). The gain that
+    it can report is at most :math:`\log K` nats. Arguments are as for
+    :func:`~pyro_sym.orbit.enumeration.enumerated`; returns the logarithm of the average, of shape ``(P,)``.
     """
     _, images, at_values = _at_random_images(symmetry, log_prob, values, num_elements - 1, len(own))
     relative = images - at_values
@@ -51,7 +47,8 @@ def uniform_unbiased(
 ) -> Tensor:
     r"""The logarithm of an unbiased estimate of :math:`q^G(\omega)`, for diagnostics only.
 
-    With :math:`g_1, \dots, g_K` uniform on :math:`G`,
+    With :math:`g_1, \dots, g_K` uniform on :math:`G`, and elements that leave :math:`\omega` fixed stratified
+    out,
 
     .. math::
 
@@ -60,9 +57,8 @@ def uniform_unbiased(
         \mathbb E \log \hat q(\omega) \le \log q^G(\omega),
 
     by Jensen's inequality, so :math:`\mathbb E[\log q(\omega) - \log \hat q(\omega)]` bounds the gain from
-    above; as :math:`\hat q \ge q / |G|`, it never exceeds :math:`\log |G|`. In an ELBO it would be no bound.
-
-    Arguments are those of :func:`uniform`. Returns :math:`\log \hat q(\omega)`, of shape ``(P,)``.
+    above; as :math:`\hat q \ge q / |G|`, it never exceeds :math:`\log |G|`. It would overstate an ELBO, so it
+    is for diagnostics only.
     """
     moved, images, at_values = _at_random_images(symmetry, log_prob, values, num_elements, len(own))
     relative = (images - at_values).masked_fill(~moved, -math.inf) - math.log(num_elements)

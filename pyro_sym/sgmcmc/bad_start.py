@@ -21,7 +21,6 @@ __all__ = ["blame_start"]
 
 # Trials take LONGER times the steps that the chain lasted, and MORE: steps that are too large show as well.
 LONGER, MORE = 1.5, 20
-# How many other starts.
 NUM_STARTS = 8
 
 
@@ -33,14 +32,8 @@ def blame_start(chains: Chains, chain: int, minibatch: Minibatch) -> str | None:
     the start was to blame, and the strategy that drew the others is the cure. The run's random numbers and
     loaders stay as they are.
 
-    Args:
-        chains: whose chain has diverged.
-        chain: which one.
-        minibatch: what the chains saw in the last step.
-
-    Returns:
-        A sentence that names the start, its worst site and the cure; ``None`` if other starts fail too, or
-        if this one would not have failed with other noise.
+    Returns a sentence that names the start, its worst site and the cure; ``None`` if other starts fail too,
+    or if this one would not have failed with other noise.
     """
     if chains.step >= EARLY or chains.start is None:
         return None

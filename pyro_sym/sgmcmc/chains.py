@@ -32,33 +32,24 @@ Blame = Callable[["Chains", int, Minibatch], str | None]
 
 
 class Chains:
-    r"""All chains of a run, of shape ``(C, d)``, as one or several shards.
+    """All chains of a run, of shape ``(C, d)``, as one or several shards.
 
     Small chains are one shard and take each step together. Large ones are a shard each
     (:func:`~pyro_sym.model.gradient.chain_slices`) and take it one after the other. Shards share the
     minibatch of the step, its step size and temperature, and the mass that the preconditioner has learnt.
 
-    Energy and gradient are those at ``state[0]``, on the minibatch of the step to come; so every position has
+    Energy and gradient are those at ``state[0]``, on the minibatch of the next step; so every position has
     its energy when it becomes a draw, on a minibatch independent of it.
 
-    Args:
-        kernel: the dynamics, the schedules and the preconditioner.
-        potential: the potential energy.
-        gradient: its values and gradients for all chains at once.
-        source: where minibatches come from.
-        position: where the chains start, of shape ``(C, d)``; taken over, not copied.
-        on_divergence: ``"raise"`` an error, or ``"mask"`` the chain: it stays where it last was finite.
-        fused: steps of the kernel with plain gradients, compiled.
-        blame: finds out whether the start is to blame for a divergence.
+    ``position``, where the chains start, is taken over, not copied. ``on_divergence="mask"`` leaves a chain
+    where it last was finite, instead of raising an error. ``fused`` are steps of the kernel with plain
+    gradients, compiled. ``blame`` finds out whether the start is to blame for a divergence.
 
     Attributes:
         step: how many steps were taken; ``step_size`` and ``temperature`` are those of the last one.
         relaxed: how many relaxation times chains have had since the temperature last rose from 0; infinite
             if it never did. Below 1 the states are not draws of the target yet.
         start: where the chains started, as long as it may explain a divergence.
-
-    Raises:
-        ValueError: if the kernel has another number of temperatures than there are chains.
     """
 
     def __init__(
@@ -111,7 +102,7 @@ class Chains:
             self._tune(warming_up=True)
 
     def _initial_state(self, position: Tensor) -> State:
-        """The state at the positions of all chains ``(C, d)``, with momenta of the temperature of now."""
+        """The state at the positions of all chains ``(C, d)``, with momenta of the current temperature."""
         whole: list[Tensor] = []
         for shard in self.shards:
             temperature = self._ladder.factor(self.temperature, shard.rows)
@@ -126,7 +117,7 @@ class Chains:
         return tuple(whole)
 
     def _view(self, state: State, energy: Tensor, gradient: Tensor) -> None:
-        """Let the chains stand at a state; with several shards these are the tensors that they write to."""
+        """Set the chains' state; several shards get views of these tensors, and write to them."""
         self._whole = None if self._together else (state, energy, gradient)
         for shard in self.shards:
             shard.view(state, energy, gradient)
@@ -156,17 +147,12 @@ class Chains:
         return self.state[0]
 
     @property
-    def momentum(self) -> Tensor | None:
-        """The momenta, of shape ``(C, d)``, where the dynamics has them."""
-        return self.state[1] if self.kernel.needs.momentum else None
-
-    @property
     def diverged(self) -> dict[int, Divergence]:
         """By chain, how it ended."""
         return self._divergences.ended
 
     def move_to(self, position: Tensor) -> None:
-        """Go on from other positions ``(C, d)``, with the momenta of now."""
+        """Continue from other positions ``(C, d)``, with the current momenta."""
         with _quiet():
             self._evaluate_all(position)
             self._tune(warming_up=False)
@@ -176,11 +162,11 @@ class Chains:
         minibatch = self.source.draw()
         for shard in self.shards:
             at = shard.state[0] if position is None else position[shard.rows]
-            self._arrive(shard, (at, *shard.state[1:]), minibatch.of(shard.rows))
+            self._evaluate_at(shard, (at, *shard.state[1:]), minibatch.of(shard.rows))
         self._minibatch = minibatch
 
     def state_dict(self) -> dict[str, Any]:
-        """All that steps to come depend on, besides kernel and data and torch's random state."""
+        """Everything that later steps depend on, except kernel, data and torch's random state."""
         state: dict[str, Any] = {
             "step": self.step,
             "step_size": self.step_size,
@@ -200,7 +186,7 @@ class Chains:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, of chains of the same kernel, model and data."""
+        """Continue from the state of chains of the same kernel, model and data."""
         device = self.position.device
         self.step, self.step_size = state["step"], state["step_size"]
         self.temperature = state["temperature"]
@@ -228,15 +214,10 @@ class Chains:
     def advance(
         self, steps: int, *, warming_up: bool, tick: Callable[[int], None] = lambda steps: None
     ) -> None:
-        """Take steps.
+        """Take steps; ``warming_up`` tells whether the preconditioner may still learn.
 
-        Args:
-            steps: how many.
-            warming_up: whether the preconditioner may still learn.
-            tick: is called with the number of steps that were just taken, one or those of a block.
-
-        Raises:
-            DivergenceError: if a position, gradient or energy is not finite, unless chains are masked.
+        ``tick`` is called with the number of steps that were just taken, one or those of a block. Unless
+        chains are masked, a position, gradient or energy that is not finite raises a ``DivergenceError``.
         """
         # Blocks of one length, that divides what is asked for: each length is compiled by itself.
         block = math.gcd(steps, block_length(self.shards[0].zeros.numel()))
@@ -262,7 +243,7 @@ class Chains:
             for shard in self.shards:
                 state = self._stepped(shard, self._noise(shard))
                 minibatch = minibatch or self.source.draw()  # one for all shards
-                self._arrive(shard, state, minibatch if together else minibatch.of(shard.rows))
+                self._evaluate_at(shard, state, minibatch if together else minibatch.of(shard.rows))
             self._minibatch = minibatch or self._minibatch
             if learns:
                 self._tune(warming_up)
@@ -272,17 +253,17 @@ class Chains:
             tick(1)
 
     def _set(self, step_size: float, temperature: Temperature) -> None:
-        """Let the step to come have this step size and temperature."""
+        """Set the step size and the temperature of the next step."""
         if temperature != self.temperature:
             self._set_temperature(self._ladder.checked(temperature))
         self.step_size = step_size
         self._refresh_settings()
 
     def _set_temperature(self, temperature: Temperature) -> None:
-        """Let the step to come have this temperature.
+        """Set the temperature of the next step.
 
-        Where it rises from 0, momenta and all else that the dynamics carries besides positions are drawn
-        again: those of an optimiser have no temperature.
+        Where it rises from 0, momenta and whatever the dynamics carries besides positions are redrawn: those
+        of an optimiser have no temperature.
         """
         rises = self._ladder.rises(self.temperature, temperature)
         self.temperature, self._warm = temperature, is_warm(temperature)
@@ -355,7 +336,7 @@ class Chains:
             self.kernel.step(state, torch.zeros_like(state[0]), noise, **settings)
 
     def _compiles(self, warming_up: bool) -> bool:
-        """Whether steps can be taken by compiled code, which looks at nothing between them."""
+        """Whether steps can be taken by compiled code, which checks nothing between them."""
         return (
             self._fused is not None
             and self._fused.gradient.mode == "compile"
@@ -424,14 +405,14 @@ class Chains:
                 self._refresh_settings()
                 state = self._stepped(shard, noise[i])
                 minibatch = Minibatch({name: row[i + second] for name, row in rows.items()})
-                self._arrive(shard, state, minibatch)
+                self._evaluate_at(shard, state, minibatch)
                 self._minibatch = minibatch
         self.step, self._minibatch = start, before
 
-    def _arrive(self, shard: Shard, state: State, minibatch: Minibatch) -> None:
+    def _evaluate_at(self, shard: Shard, state: State, minibatch: Minibatch) -> None:
         """Evaluate energy and gradient of a shard at its new positions, and commit them."""
         ended, check = self._divergences, self._check_finite
-        # A model may fail in ways of its own at a position that is not finite: look before it is evaluated.
+        # A model may raise its own error at a position that is not finite: check before it is evaluated.
         check("position", state[0], shard, minibatch)
         if ended.ended:
             state = ended.freeze(shard.rows, state, shard.state)
@@ -474,7 +455,7 @@ class Chains:
         start = None if self._blame is None else self._blame(self, chain, minibatch)
         return start or (
             f"lower step_size ({self.step_size:g} at this step; a kernel by from_sgd has it from lr), or see "
-            "whether the model's log density is finite where the chain has come to"
+            "whether the model's log density is finite at the chain's position"
         )
 
     def report(self) -> dict[str, str]:

@@ -22,14 +22,8 @@ class ControlVariate:
         \tilde\nabla U(u) = \nabla \hat U(u) - \nabla \hat U(\hat u) + \nabla U(\hat u),
 
     on the same minibatch twice: unbiased, and with a variance that goes with the distance from the centre,
-    so it pays where a posterior is narrow, as with many data. Energies are centred alike. A step costs two
-    gradients.
-
-    Args:
-        gradient: energies and gradients on minibatches.
-        center: :math:`\hat u`, flat, of shape ``(d,)``; a mode is a good one.
-        energy: :math:`U(\hat u)` on all data.
-        slope: :math:`\nabla U(\hat u)` on all data, of shape ``(d,)``.
+    such as a mode, so it pays where a posterior is narrow, as with many data. Energies are centred alike. A
+    step costs two gradients. ``energy`` and ``slope`` ``(d,)`` are those at ``center`` ``(d,)`` on all data.
 
     References:
         Baker et al. 2019, "Control variates for stochastic gradient MCMC" (arXiv 1706.05439).
@@ -42,15 +36,7 @@ class ControlVariate:
         self._slope = slope
 
     def __call__(self, position: Tensor, minibatch: Minibatch) -> tuple[Tensor, Tensor]:
-        """Evaluate for all chains.
-
-        Args:
-            position: of shape ``(C, d)``.
-            minibatch: rows that all chains share, or a set each.
-
-        Returns:
-            Energies, of shape ``(C,)``, and gradients, of shape ``(C, d)``.
-        """
+        """Energies ``(C,)`` and gradients ``(C, d)`` at positions ``(C, d)``."""
         chains = len(position)
         twice = Minibatch(
             {n: rows if rows.dim() == 1 else rows.repeat(2, 1) for n, rows in minibatch.indices.items()},
@@ -68,7 +54,7 @@ class ControlVariate:
         return {**known, "gradient": self._gradient.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         device = self.center.device
         self.center, self._energy, self._slope = (
             state[name].to(device) for name in ("center", "energy", "slope")

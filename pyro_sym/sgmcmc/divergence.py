@@ -1,4 +1,4 @@
-"""Chains that are no longer finite: how they are found, and what becomes of them."""
+"""Chains that are no longer finite: how they are found, and what is done about them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,11 @@ EARLY = 500
 
 @dataclass
 class Start:
-    """Where chains started, as long as it may explain a divergence.
+    """Where chains started, as long as it may explain a divergence."""
 
-    Attributes:
-        energy: :math:`U`, of shape ``(C,)``.
-        slopes: the norm of its gradient by site, of shape ``(C, sites)``.
-        position: of shape ``(C, d)``.
-    """
-
-    energy: Tensor
-    slopes: Tensor
-    position: Tensor
+    energy: Tensor  # (C,)
+    slopes: Tensor  # (C, sites), the norm of the gradient by site
+    position: Tensor  # (C, d)
 
     @classmethod
     def of(cls, energy: Tensor, gradient: Tensor, position: Tensor, sizes: list[int]) -> Start:
@@ -44,14 +38,9 @@ class Start:
 class Divergences:
     """Which chains of a run have diverged, and what is done about it.
 
-    Args:
-        potential: the potential energy of the run.
-        num_chains: :math:`C`.
-        on_divergence: ``"raise"`` an error, or ``"mask"`` the chain: it stays where it last was finite.
-        explain: from a chain and its minibatch to what may have caused its divergence, with the cure.
-
-    Attributes:
-        ended: by chain, how it ended.
+    ``on_divergence="mask"`` leaves a chain where it last was finite, instead of raising an error. ``explain``
+    takes a chain and its minibatch to a sentence on the cause and the cure. ``ended`` says by chain how it
+    ended.
     """
 
     def __init__(
@@ -76,18 +65,10 @@ class Divergences:
         minibatch: Minibatch,
         position: Tensor | None = None,
     ) -> None:
-        """Find chains with values that are not finite, and raise, or note their end.
+        """Find chains with values that are not finite, and raise an error, or note their end.
 
-        Args:
-            what: the values, in words.
-            values: of shape ``(c, d)``, or ``(c,)`` if they are energies.
-            rows: the chains that they are of.
-            step: that these chains have just taken.
-            minibatch: what they see of the data.
-            position: where they are, of shape ``(c, d)``; for energies only.
-
-        Raises:
-            DivergenceError: if a value is not finite, unless chains are masked.
+        ``values``, in words ``what``, have shape ``(c, d)``, or ``(c,)`` for energies, which come with their
+        ``position`` ``(c, d)``. They are those of the chains ``rows`` after ``step``.
         """
         finite = values.reshape(len(values), -1).isfinite().all(-1)  # (c,)
         chains = range(self._num_chains)[rows]
@@ -114,7 +95,7 @@ class Divergences:
         return potential.program.log_joint_terms(values, minibatch.indices, minibatch.args)
 
     def freeze(self, rows: slice, now: tuple[Tensor, ...], before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Keep chains that have diverged where they last were finite. Chains are the first dim of each."""
+        """Keep diverged chains where they last were finite. Chains are the first dim of each tensor."""
         if not self.ended:
             return now
         ended = torch.zeros(self._num_chains, dtype=torch.bool, device=now[0].device)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from pyro.optim.optim import PyroOptim
 
-__all__ = ["Optimizer", "check_sgd", "learning_rate_and_momentum", "sgd_arguments"]
+__all__ = ["Optimizer", "check_sgd", "sgd_arguments"]
 
 Optimizer: TypeAlias = (
     torch.optim.Optimizer | PyroOptim | tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
@@ -19,20 +19,11 @@ Optimizer: TypeAlias = (
 def sgd_arguments(
     lr: float | None, momentum: float | None, optimizer: Optimizer | None, num_data: int
 ) -> tuple[float, float]:
-    """Learning rate and momentum, from an optimiser or from numbers.
+    """Learning rate and momentum (by default 0), from numbers or from an SGD optimiser as it is set now.
 
-    Args:
-        lr: the learning rate; not with ``optimizer``.
-        momentum: of SGD; by default none.
-        optimizer: as for :func:`learning_rate_and_momentum`.
-        num_data: rows of the whole data set, for what messages advise.
-
-    Returns:
-        Both numbers.
-
-    Raises:
-        TypeError: if neither ``lr`` nor ``optimizer`` is given, or the optimiser is not SGD.
-        ValueError: if both are, or the optimiser does what the kernel can't.
+    Raises a ``TypeError`` if neither is given, or it is another optimiser, and a ``ValueError`` if both are,
+    or it has settings that no kernel is the noisy version of, or groups that differ. ``num_data`` is for
+    messages.
     """
     if optimizer is None:
         if lr is None:
@@ -41,23 +32,6 @@ def sgd_arguments(
     if lr is not None or momentum is not None:
         given = "lr" if lr is not None else "momentum"
         raise ValueError(f"both optimizer and {given} are given; pass the optimizer alone, which has its own")
-    return learning_rate_and_momentum(optimizer, num_data)
-
-
-def learning_rate_and_momentum(optimizer: Optimizer, num_data: int) -> tuple[float, float]:
-    """What an SGD optimiser is set to now.
-
-    Args:
-        optimizer: a ``torch.optim.SGD``, a ``pyro.optim.SGD``, or ``(torch.optim.SGD, {"lr": …})``.
-        num_data: rows of the whole data set, for what messages advise.
-
-    Returns:
-        Learning rate and momentum.
-
-    Raises:
-        TypeError: if it is another optimiser.
-        ValueError: if it has settings that no kernel is the noisy version of, or groups that differ.
-    """
     groups = _param_groups(optimizer)
     for name in ("lr", "momentum"):
         values = [float(group[name]) for group in groups]

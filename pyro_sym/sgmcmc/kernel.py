@@ -130,15 +130,9 @@ class Kernel(ABC):
     ) -> State:
         """The state at the start of chains, by default with momenta of the starting temperature, if needed.
 
-        Args:
-            position: of shape ``(C, d)``.
-            noise: standard normal draws, as for :meth:`step`; zeros where the temperature is 0.
-            temperature: at step 0; of shape ``(C, 1)`` if each chain has its own.
-            inverse_mass: :math:`G`, broadcastable to the positions.
-            sizes: the number of unconstrained values of each site.
-
-        Returns:
-            The positions, and what the dynamics carries along, with the chains along the first dim of each.
+        Positions have shape ``(C, d)``; ``noise``, ``temperature`` and ``inverse_mass`` are as for
+        :meth:`step`. ``sizes`` are the numbers of unconstrained values of the sites. Returns the positions,
+        and whatever else the dynamics carries along, with the chains along the first dim of each.
         """
         if not self.needs.momentum:
             return (position,)
@@ -178,11 +172,8 @@ class Kernel(ABC):
     def statistics(self, state: State) -> dict[str, Tensor]:
         """The kernel's own statistics of draws, which are recorded beside those of all kernels.
 
-        Args:
-            state: of many draws at once, each part of shape ``(*batch, ·)``.
-
-        Returns:
-            Statistics by name, each of shape ``batch``, or ``(*batch, sites)`` with one for each site.
+        ``state`` is that of many draws at once, each part of shape ``(*batch, ·)``. Returns statistics by
+        name, each of shape ``batch``, or ``(*batch, sites)`` with one for each site.
         """
         return {}
 
@@ -195,30 +186,18 @@ class Kernel(ABC):
         temperature: Factor,
         inverse_mass: Factor,
     ) -> Tensor:
-        r"""Momenta that are :math:`N(0, T / G)` at a draw: what the kinetic temperature is measured on.
+        """Momenta ``(*batch, d)`` that are :math:`N(0, T / G)` at a draw: the kinetic temperature is theirs.
 
-        They are those of the state unless a dynamics discretises otherwise.
-
-        Args:
-            state: of many draws at once, each part of shape ``(*batch, ·)``.
-            gradient: of the potential energy at the positions, of shape ``(*batch, d)``.
-            step_size: of the last step, broadcastable to the positions.
-            temperature: of the last step, broadcastable to the positions.
-            inverse_mass: :math:`G`, broadcastable to the positions.
-
-        Returns:
-            Momenta of shape ``(*batch, d)``.
+        They are those of the state unless a dynamics discretises otherwise. State and gradient are those of
+        many draws at once, each part of shape ``(*batch, ·)``; ``step_size`` and ``temperature``, those of
+        the last step, and ``inverse_mass`` broadcast to the positions.
         """
         return state[1]
 
     def relaxation(self, step_size: float) -> float:
         """What share of a relaxation time a step is, after a :class:`~pyro_sym.Cyclical` left temperature 0.
 
-        Args:
-            step_size: of the step.
-
-        Returns:
-            The share; infinite with other schedules, and where neither the cycle nor the dynamics has a time.
+        It is infinite with other schedules, and where neither the cycle nor the dynamics has such a time.
         """
         cycle = cycle_of(self.temperature)
         if cycle is None:

@@ -13,12 +13,7 @@ __all__ = ["Ladder"]
 
 
 class Ladder:
-    """What temperatures mean for a number of chains, as numbers and as tensors.
-
-    Args:
-        num_chains: :math:`C`.
-        like: a tensor of the dtype and device of the chains.
-    """
+    """What temperatures mean for a number of chains, as numbers and as tensors of the kind of ``like``."""
 
     def __init__(self, num_chains: int, like: Tensor) -> None:
         self.num_chains = num_chains

@@ -32,8 +32,7 @@ def injects(variance: Callable[..., Scalar]) -> Callable[[Step], Step]:
 def spread(variance: Scalar, step_size: Scalar, temperature: Scalar, noise_estimate: Scalar) -> Scalar:
     """The standard deviation of the injected noise: the root of its variance, and 0 at T = 0.
 
-    Raises:
-        ValueError: if the variance is a negative number. Tensors are not looked at: a traced step can't.
+    A negative number is a ``ValueError``. Tensors are not checked: a traced step can't.
     """
     if isinstance(temperature, Tensor):
         return torch.where(temperature > 0, variance, 0.0).sqrt()
@@ -47,21 +46,13 @@ def spread(variance: Scalar, step_size: Scalar, temperature: Scalar, noise_estim
 
 
 def check_noise_estimate(dynamics: Callable[..., Any], **arguments: Scalar) -> None:
-    r"""Check that a step can inject less noise by what minibatches bring along already.
+    r"""Check that a step can inject less noise because minibatches already add some.
 
     The variance of the noise that a step injects, the expression under the root in its formula, has to be
-    :math:`\ge 0` in every coordinate. The steps refuse a negative number by themselves; of tensors they can't
-    look at the values, so that they can be traced, and the root would be NaN. At :math:`T = 0` no noise is
-    injected and the estimate is not used.
-
-    Args:
-        dynamics: :func:`~pyro_sym.sgmcmc.overdamped.sgld`,
-            :func:`~pyro_sym.sgmcmc.overdamped.averaged_langevin`,
-            :func:`~pyro_sym.sgmcmc.underdamped.sghmc` or :func:`~pyro_sym.sgmcmc.underdamped.baoa`.
-        **arguments: the keyword arguments of the step.
-
-    Raises:
-        ValueError: if the variance or the estimate is negative, or the estimate is not finite.
+    :math:`\ge 0` in every coordinate. The steps refuse a negative number by themselves; so that they can be
+    traced they don't check tensors, and the root would be NaN. At :math:`T = 0` no noise is injected and the
+    estimate is not used. ``dynamics`` is one of the one-step maps that :func:`injects` registers,
+    ``arguments`` are its keyword arguments.
 
     Example:
         >>> from pyro_sym.sgmcmc.overdamped import sgld
@@ -92,20 +83,7 @@ def _refuse(variance: float, step_size: Scalar, noise_estimate: Scalar) -> None:
 
 
 def draw_momentum(noise: Tensor, *, temperature: Scalar, inverse_mass: Scalar = 1.0) -> Tensor:
-    r"""Momenta of the law :math:`N(0, T / G)`, :math:`m = \sqrt{T / G} \, \xi`; zeros at :math:`T = 0`.
-
-    Args:
-        noise: :math:`\xi`, standard normal draws of the shape of the position.
-        temperature: :math:`T \ge 0`.
-        inverse_mass: :math:`G > 0`, broadcastable to ``noise``.
-
-    Returns:
-        Momenta of the shape of ``noise``.
-
-    Example:
-        >>> draw_momentum(torch.tensor([1.0, -1.0]), temperature=4.0)
-        tensor([ 2., -2.])
-    """
+    r"""Momenta of the law :math:`N(0, T / G)`, :math:`m = \sqrt{T / G} \, \xi`; zeros at :math:`T = 0`."""
     variance = temperature / inverse_mass
     return (variance.sqrt() if isinstance(variance, Tensor) else math.sqrt(variance)) * noise
 

@@ -35,11 +35,11 @@ def sgnht(
     thermal_inertia: Scalar | None = None,
     groups: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""One step of :class:`SGNHT`, whose docstring has the formula, and what it does to the law.
+    r"""One step of :class:`SGNHT`, whose docstring has the formula; returns the new state.
 
     **Thermal inertia.** The target does not depend on :math:`\mu`: in continuous time :math:`\zeta` is normal
     around its mean, with the variance :math:`T / (\mu d)` for a group of :math:`d` coordinates, and
-    independent of position and momentum. How fast it settles does. With :math:`\tau^2 = \mu / T`, small
+    independent of position and momentum. Only how fast it settles does. With :math:`\tau^2 = \mu / T`, small
     deviations :math:`\delta = \zeta - \bar \zeta` and :math:`\kappa = \overline{G m^2} / T - 1` obey
 
     .. math::
@@ -47,45 +47,22 @@ def sgnht(
         \dot \delta = \kappa / \tau^2, \qquad \dot \kappa = -2 \delta - 2 \bar \zeta \kappa,
 
     so the thermostat settles at the rate :math:`\bar \zeta` if :math:`\bar \zeta \tau < \sqrt 2`, and at
-    about :math:`1 / (\bar \zeta \tau^2)` if the friction is larger. A number for :math:`\mu` is right
-    for posteriors of one scale only: where :math:`N` rows make standard deviations, step size and :math:`1 /
+    about :math:`1 / (\bar \zeta \tau^2)` if the friction is larger. A number for :math:`\mu` is right for
+    posteriors of one scale only: where :math:`N` rows make standard deviations, step size and :math:`1 /
     \zeta` shrink as :math:`1 / \sqrt N`, :math:`\mu = 1` needs about :math:`10 N` steps. The default
+    :math:`\mu = T \, (20 h)^2` is :math:`\tau = 20` steps in any units: the friction per step :math:`\zeta h`
+    then changes by :math:`\kappa / 400` a step, settles within the larger of :math:`400 \zeta h` and :math:`1
+    / \zeta h` steps, and fluctuates by :math:`1 / (20 \sqrt d)`.
 
-    .. math::
+    **Its bound.** At :math:`\zeta h = 1` a step forgets the momentum; more friction would reverse it. A chain
+    that starts far from its target is slowed down to gradient descent, and no further. Gradient noise beyond
+    :math:`h^2 V G = 2 T (1 - \gamma h)` can't be absorbed by friction, and the chain is too hot. At :math:`T
+    = 0` the thermostat is at its bound from the first step on: the map is ``torch.optim.SGD`` without
+    momentum, with the learning rate :math:`h^2`.
 
-        \mu = T \, (20 h)^2
-
-    is :math:`\tau = 20` steps in any units: the friction per step :math:`\zeta h` then changes by
-    :math:`\kappa / 400` a step, settles within the larger of :math:`400 \zeta h` and :math:`1 / \zeta h`
-    steps, and fluctuates by :math:`1 / (20 \sqrt d)`.
-
-    **Its bound.** At :math:`\zeta h = 1` a step forgets the momentum; more friction would reverse it. A
-    chain that starts far from its target is slowed down to gradient descent, and no further. Gradient noise
-    beyond :math:`h^2 V G = 2 T (1 - \gamma h)` can't be absorbed by friction, and the chain is too hot.
-    At :math:`T = 0` the thermostat is at its bound from the first step on: the map is ``torch.optim.SGD``
-    without momentum, with the learning rate :math:`h^2`.
-
-    Args:
-        position: :math:`u`, of shape ``(*batch, d)``.
-        momentum: :math:`m`, of the shape of ``position``.
-        thermostat: :math:`\zeta`, of shape ``(*batch, 1)``, or ``(*batch, len(groups))``. Start at
-            ``friction``.
-        gradient: :math:`\nabla U(u)` at the position before the step, of the shape of ``position``.
-        noise: :math:`\xi`, standard normal draws of the shape of ``position``.
-        step_size: :math:`h > 0`, in units of time.
-        friction: :math:`\gamma \ge 0`, per unit of time: that for which noise is injected.
-        temperature: :math:`T \ge 0`; the noise drops out at 0.
-        inverse_mass: :math:`G > 0`, broadcastable to ``position``.
-        thermal_inertia: :math:`\mu > 0`, in units of temperature times the square of time; None for :math:`T
-            (20 h)^2`.
-        groups: numbers of successive coordinates with a thermostat of their own, that sum to ``d``, for
-            instance the sizes of the sites; None for one thermostat.
-
-    Returns:
-        The position, the momentum and the thermostat after the step; the inputs are not changed.
-
-    Raises:
-        ValueError: if the groups don't fit the position or the thermostat.
+    Position, momentum, gradient and noise, :math:`\xi`, have the shape ``(*batch, d)``; the inputs are not
+    changed. ``groups`` are the sizes of successive groups of coordinates with a thermostat each, by default
+    one group; ``thermostat``, of shape ``(*batch, groups)``, starts at ``friction``.
 
     Example:
         >>> u, m, xi = torch.tensor([1.0, 1.0]), torch.tensor([1.0, 2.0]), torch.zeros(2)
@@ -214,7 +191,7 @@ class SGNHT(StochasticGradientKernel):
         self._groups: list[int] | None = None
 
     def own_relaxation(self, step_size: float) -> float:
-        """As for the other kernels with friction, but in eight times the steps of a thermostat at least."""
+        """As for the other kernels with friction, but at least eight times the steps of a thermostat."""
         return min(1 / (8 * INERTIA_STEPS), relaxation_share(self.friction, step_size))
 
     def init(self, position: Tensor, noise: Tensor, *, sizes: Sequence[int], **settings: Any) -> State:
@@ -226,17 +203,8 @@ class SGNHT(StochasticGradientKernel):
     def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Any) -> State:
         """One step of :func:`sgnht`."""
         position, momentum, thermostat = state
-        return sgnht(
-            position,
-            momentum,
-            thermostat,
-            gradient,
-            noise,
-            friction=self.friction,
-            thermal_inertia=self.thermal_inertia,
-            groups=self._groups,
-            **settings,
-        )
+        settings |= {"friction": self.friction, "thermal_inertia": self.thermal_inertia}
+        return sgnht(position, momentum, thermostat, gradient, noise, groups=self._groups, **settings)
 
     def thermal_momentum(self, state: State, gradient: Tensor, **settings: Any) -> Tensor:
         """:func:`~pyro_sym.sgmcmc.underdamped.momentum_within_kick`, damped by the thermostats."""

@@ -30,23 +30,11 @@ def sgld(
     inverse_mass: Scalar = 1.0,
     noise_estimate: Scalar = 0.0,
 ) -> Tensor:
-    r"""One step of :class:`SGLD`, whose docstring has the formula.
+    r"""One step of :class:`SGLD`, whose docstring has the formula; returns the new position :math:`u`.
 
-    Args:
-        position: :math:`u`, of any shape, for instance a row a chain.
-        gradient: :math:`\nabla U(u)` at the position before the step, of the shape of ``position``.
-        noise: :math:`\xi`, standard normal draws of the shape of ``position``.
-        step_size: :math:`h > 0`.
-        temperature: :math:`T \ge 0`; the noise drops out at 0.
-        inverse_mass: :math:`G > 0`, broadcastable to ``position``: how fast each coordinate moves.
-        noise_estimate: :math:`\hat B \ge 0`, broadcastable to ``position``.
-
-    Returns:
-        The position after the step; the inputs are not changed.
-
-    Raises:
-        ValueError: if the variance of the noise is a negative number; of tensors,
-            :func:`~pyro_sym.sgmcmc.noise.check_noise_estimate` checks it.
+    ``noise``, :math:`\xi`, is standard normal; position, gradient and noise have one shape, to which
+    :math:`G` and :math:`\hat B` broadcast. The inputs are not changed. A negative variance of the noise is a
+    ``ValueError`` if it is a number (of tensors see :func:`~pyro_sym.sgmcmc.noise.check_noise_estimate`).
 
     Example:
         >>> u, xi = torch.tensor([1.0]), torch.tensor([0.5])
@@ -70,24 +58,11 @@ def averaged_langevin(
     inverse_mass: Scalar = 1.0,
     noise_estimate: Scalar = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    r"""One step of :class:`LeimkuhlerMatthews`, whose docstring has the formula.
+    r"""One step of :class:`LeimkuhlerMatthews`; returns the position, and ``noise`` for the next step.
 
-    Args:
-        position: :math:`u`, of any shape.
-        previous_noise: :math:`\xi'`, of the shape of ``position``; fresh draws on the first step.
-        gradient: as for :func:`sgld`.
-        noise: :math:`\xi`, as for :func:`sgld`.
-        step_size: :math:`h > 0`.
-        temperature: :math:`T \ge 0`; the noise drops out at 0.
-        inverse_mass: :math:`G > 0`, broadcastable to ``position``.
-        noise_estimate: :math:`\hat B \ge 0`, broadcastable to ``position``. Gradient noise is white and the
-            averaged noise is not: a variance :math:`h^2 G^2 V / 4` to leading order remains.
-
-    Returns:
-        The position after the step, and ``noise``, the next step's ``previous_noise``.
-
-    Raises:
-        ValueError: as :func:`sgld`.
+    Arguments as for :func:`sgld`; ``previous_noise``, :math:`\xi'`, is a fresh draw on the first step.
+    Gradient noise is white and the averaged noise is not: with :math:`\hat B` subtracted, a variance
+    :math:`h^2 G^2 V / 4` to leading order remains.
 
     Example:
         >>> u, before, xi = torch.tensor([1.0]), torch.tensor([0.5]), torch.tensor([-0.5])
@@ -103,23 +78,9 @@ def averaged_langevin(
 def sgld_from_sgd(lr: float, num_data: int) -> float:
     r"""Step size of the SGLD, or Leimkuhler-Matthews, chain whose cold limit is SGD without momentum.
 
-    ``torch.optim.SGD(lr=lr)`` on the loss :math:`L = U / N` averaged over :math:`N` rows is :func:`sgld` at
-    :math:`T = 0` with :math:`h = \mathrm{lr} / N`. A prior :math:`N(0, s^2)` stands for ``weight_decay``
-    :math:`1 / (N s^2)`.
-
-    Args:
-        lr: learning rate of SGD, positive.
-        num_data: :math:`N`, the rows of the whole data set; 1 if the loss is a sum over rows.
-
-    Returns:
-        The step size :math:`h`.
-
-    Raises:
-        ValueError: if an argument is out of range.
-
-    Example:
-        >>> sgld_from_sgd(lr=0.1, num_data=1000)
-        0.0001
+    ``torch.optim.SGD(lr=lr)`` on the loss :math:`L = U / N` averaged over the :math:`N` rows of the data set
+    (``num_data``; 1 if the loss is a sum) is :func:`sgld` at :math:`T = 0` with :math:`h = \mathrm{lr} / N`.
+    A prior :math:`N(0, s^2)` stands for ``weight_decay`` :math:`1 / (N s^2)`.
     """
     check_sgd(lr, 0.0, num_data)
     return lr / num_data
@@ -142,9 +103,7 @@ class SGLD(StochasticGradientKernel):
             :math:`\tfrac{\epsilon}{2} \nabla U` has :math:`\epsilon = 2 h`.
         noise_estimate: :math:`\hat B`, the variance that minibatches give each coordinate of the gradient; it
             is taken off the noise.
-        **options: what every kernel takes (:class:`StochasticGradientKernel`): ``temperature``,
-            ``thinning``, ``init_strategy``, ``batches``, ``shared_minibatch``, ``gradient``, ``center``,
-            ``preconditioner``, ``jit``.
+        **options: what every kernel takes (:class:`StochasticGradientKernel`).
 
     Raises:
         ValueError: if an argument is out of range, or ``noise_estimate`` would make a variance negative.

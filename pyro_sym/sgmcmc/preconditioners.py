@@ -35,12 +35,7 @@ class Preconditioner(ABC):
 
     @abstractmethod
     def init(self, position: Tensor, segments: Sequence[int]) -> dict[str, Tensor]:
-        """Return the state before any gradient is seen.
-
-        Args:
-            position: of shape ``(C, d)``; only shape, dtype and device matter.
-            segments: numbers of coordinates of the sites, which sum to ``d``.
-        """
+        """Return the state before any gradient; ``segments``, the sizes of the sites, sum to ``d``."""
 
     @abstractmethod
     def update(self, state: State, gradient: Tensor, warming_up: bool) -> dict[str, Tensor]:
@@ -55,8 +50,24 @@ class Preconditioner(ABC):
         """Tell whether :meth:`update` changes nothing, in warm-up or after it."""
 
 
+class _Fixed(Preconditioner):
+    """A preconditioner that learns nothing: its inverse mass is 1 by default."""
+
+    def update(self, state: State, gradient: Tensor, warming_up: bool) -> dict[str, Tensor]:
+        """Return the state."""
+        return dict(state)
+
+    def inverse_mass(self, state: State) -> Tensor | None:
+        """Return None: the inverse mass is 1."""
+        return None
+
+    def is_fixed(self, warming_up: bool) -> bool:
+        """Return True."""
+        return True
+
+
 @dataclass(frozen=True)
-class Identity(Preconditioner):
+class Identity(_Fixed):
     """No preconditioner: all coordinates have unit mass.
 
     Example:
@@ -69,20 +80,9 @@ class Identity(Preconditioner):
         _check_segments(position, segments)
         return {}
 
-    def update(self, state: State, gradient: Tensor, warming_up: bool) -> dict[str, Tensor]:
-        """Return the state."""
-        return dict(state)
-
-    def inverse_mass(self, state: State) -> None:
-        """Return None: the inverse mass is 1."""
-
-    def is_fixed(self, warming_up: bool) -> bool:
-        """Return True."""
-        return True
-
 
 @dataclass(frozen=True)
-class Diagonal(Preconditioner):
+class Diagonal(_Fixed):
     r"""One number a coordinate, given by the user: a rough idea of the variances of the target.
 
     .. math::
@@ -131,17 +131,9 @@ class Diagonal(Preconditioner):
             )
         return {"inverse_mass": position.new_tensor(self.variances)}
 
-    def update(self, state: State, gradient: Tensor, warming_up: bool) -> dict[str, Tensor]:
-        """Return the state."""
-        return dict(state)
-
     def inverse_mass(self, state: State) -> Tensor:
         """Return the inverse mass, of shape ``(d,)``."""
         return state["inverse_mass"]
-
-    def is_fixed(self, warming_up: bool) -> bool:
-        """Return True."""
-        return True
 
 
 @dataclass(frozen=True)
@@ -309,26 +301,14 @@ class RMSprop(Preconditioner):
 
 
 def rescale_momentum(momentum: Tensor, old: Tensor | None, new: Tensor | None) -> Tensor:
-    r"""Take momenta of law :math:`N(0, T / G)` to the same law under another inverse mass.
+    r"""Take momenta ``(C, d)`` of law :math:`N(0, T / G)` to the same law under another inverse mass.
 
     .. math::
 
-        m \leftarrow \sqrt{G_{\text{old}} / G_{\text{new}}} \; m.
+        m \leftarrow \sqrt{G_{\text{old}} / G_{\text{new}}} \; m,
 
-    The covariance of order :math:`h` that position and momentum have between steps is scaled along, and
-    recovers in a relaxation time.
-
-    Args:
-        momentum: :math:`m`, of shape ``(C, d)``.
-        old: the inverse mass that ``momentum`` has, broadcastable to it; None for 1.
-        new: the inverse mass that it gets; None for 1.
-
-    Returns:
-        The momentum under the new inverse mass.
-
-    Example:
-        >>> rescale_momentum(torch.tensor([2.0, 2.0]), None, torch.tensor([4.0, 1.0]))
-        tensor([1., 2.])
+    with None for :math:`G = 1`. The covariance of order :math:`h` that position and momentum have between
+    steps is scaled along, and recovers in a relaxation time.
     """
     if old is not None:
         momentum = momentum * old.sqrt()

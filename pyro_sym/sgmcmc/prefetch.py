@@ -15,9 +15,8 @@ __all__ = ["Prefetcher"]
 class Prefetcher:
     """Random numbers drawn for many blocks of steps at once.
 
-    Args:
-        draw: makes tensors by name, with the given number of steps along the first dim.
-        numel: how many numbers a step takes.
+    ``draw`` makes tensors by name, with the given number of steps along the first dim; a step takes ``numel``
+    numbers.
     """
 
     MAX_NUMEL, MAX_BLOCKS = 2**16, 64
@@ -44,7 +43,7 @@ class Prefetcher:
         return {"steps": self._steps, "blocks": blocks}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Go on with these numbers."""
+        """Continue with these numbers."""
         self._steps = state["steps"]
         self._blocks = deque(
             {name: numbers.to(device) for name, numbers in block.items()} for block in state["blocks"]

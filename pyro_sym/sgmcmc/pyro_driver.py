@@ -39,11 +39,12 @@ class StochasticGradientKernel(Kernel, MCMCKernel):
     .. math::
 
         \pi_T(u) \propto \exp(-U(u) / T) = \left( p(\theta, D) \, |\det \partial \theta / \partial u|
-        \right)^{1/T}.
+        \right)^{1/T}:
 
-    Each step draws a fresh minibatch for every subsampled plate of the model and takes one gradient. Momenta
-    start at :math:`N(0, T / G)`. At :math:`T = 0` the dynamics is deterministic and consumes no random
-    numbers. The kernel runs in ``pyro.infer.MCMC`` and ``StreamingMCMC``, and many chains at once in
+    as a density of :math:`\theta` it carries the Jacobian to the power :math:`1/T - 1`. Each step draws a
+    fresh minibatch for every subsampled plate of the model and takes one gradient. Momenta start at
+    :math:`N(0, T / G)`. At :math:`T = 0` the dynamics is deterministic and consumes no random numbers. The
+    kernel runs in ``pyro.infer.MCMC`` and ``StreamingMCMC``, and many chains at once in
     :class:`~pyro_sym.VectorizedMCMC`; it draws from torch's global generator (``pyro.set_rng_seed``).
 
     Args:
@@ -113,16 +114,10 @@ class StochasticGradientKernel(Kernel, MCMCKernel):
         return chains
 
     def setup(self, warmup_steps: int, *args: Any, **kwargs: Any) -> None:
-        """Start a chain; ``MCMC`` calls this.
+        """Start a chain whose first ``warmup_steps`` draws keep no statistics; ``MCMC`` calls this.
 
-        Args:
-            warmup_steps: number of draws that keep no statistics.
-            *args: the model's positional arguments.
-            **kwargs: the model's keyword arguments.
-
-        Raises:
-            ValueError: if the model can't be sampled, or no point to start from has a finite potential
-                energy.
+        Raises a ``ValueError`` if the model can't be sampled, or no starting point has a finite potential
+        energy.
         """
         if isinstance(self.temperature_at(0), tuple):
             raise ValueError(
@@ -137,17 +132,10 @@ class StochasticGradientKernel(Kernel, MCMCKernel):
         self._run = _Run(chains, Recorder(chains), start, start, warmup_steps)
 
     def sample(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take ``thinning`` steps.
+        """Take ``thinning`` steps from unconstrained values by site, and return those after the steps.
 
-        Args:
-            params: unconstrained values by site; the chain goes on from them.
-
-        Returns:
-            Unconstrained values by site, after the steps.
-
-        Raises:
-            DivergenceError: if a position, gradient or potential energy is not finite; the message names the
-                step and the first site.
+        Raises a ``DivergenceError``, which names the step and the first site, if a position, gradient or
+        potential energy is not finite.
         """
         run = self._running()
         chains = run.chains
@@ -206,11 +194,7 @@ class StochasticGradientKernel(Kernel, MCMCKernel):
 
 
 def _share_storage(several: list[dict[str, Tensor]]) -> bool:
-    first = several[0]
-    return all(
-        params.keys() == first.keys()
-        and all(
-            v.untyped_storage().data_ptr() == first[n].untyped_storage().data_ptr() for n, v in params.items()
-        )
-        for params in several
-    )
+    def addresses(params: dict[str, Tensor]) -> dict[str, int]:
+        return {name: value.untyped_storage().data_ptr() for name, value in params.items()}
+
+    return all(addresses(params) == addresses(several[0]) for params in several)

@@ -234,19 +234,8 @@ class Cyclical:
 def relaxation_share(friction: float, step_size: float) -> float:
     r"""What share of a relaxation time a step is: :math:`\min(\gamma h, 0.4) / 8`.
 
-    A relaxation time is :math:`8 / \gamma` (:class:`Cyclical`), and 20 steps at least, for friction so large
+    A relaxation time is :math:`8 / \gamma` (:class:`Cyclical`), and at least 20 steps, for friction so large
     that a step forgets the momentum.
-
-    Args:
-        friction: :math:`\gamma`.
-        step_size: :math:`h`.
-
-    Returns:
-        The share.
-
-    Example:
-        >>> relaxation_share(friction=2.0, step_size=0.1)
-        0.025
     """
     return min(friction * step_size, 0.4) / 8
 

@@ -13,24 +13,18 @@ __all__ = ["Shard"]
 
 
 class Shard:
-    """Some chains of a run, on one device, that take each step together.
+    """Some chains of a run, the ``rows``, on one device, that take each step together.
 
-    Its noise comes from the global generator of its device. What all shards of a run share, such as the
-    minibatch, the schedules and the preconditioner, it is given.
-
-    Args:
-        kernel: the dynamics.
-        rows: which chains of the run these are.
-        position: the positions of all chains of the run, of shape ``(C, d)``.
-        alone: whether it is the only shard of the run. If it is not, its tensors are views of tensors of the
-            whole run, which steps write over: so there are positions, momenta and gradients, of ``C d``
-            values each, and besides them the noise and intermediate results of one shard.
+    Its noise comes from the global generator of its device. The run gives it what all shards share, such as
+    the minibatch, the schedules and the preconditioner. If it is not ``alone``, the only shard of the run,
+    its tensors are views of tensors of the whole run, which steps write over: so there are positions, momenta
+    and gradients, of ``C d`` values each, and besides them the noise and intermediate results of one shard.
 
     Attributes:
         state: what the dynamics carries along, each part of shape ``(c, ·)``, the positions first.
         energy: the potential energy there, of shape ``(c,)``.
         gradient: its gradient, of shape ``(c, d)``.
-        settings: step size, temperature and inverse mass of the step to come, as the dynamics takes them.
+        settings: step size, temperature and inverse mass of the next step, as the dynamics takes them.
     """
 
     state: State
@@ -70,7 +64,7 @@ class Shard:
             self.energy, self.gradient = energy[self.rows], gradient[self.rows]
 
     def commit(self, state: State, energy: Tensor, gradient: Tensor) -> None:
-        """Let the chains stand at a new state."""
+        """Take over a new state."""
         if self.alone:
             self.state, self.energy, self.gradient = state, energy, gradient
         else:

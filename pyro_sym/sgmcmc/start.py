@@ -48,23 +48,11 @@ def start_chains(
     initial_values: Mapping[str, Tensor] | None = None,
     on_divergence: Literal["raise", "mask"] = "raise",
 ) -> Chains:
-    """Start chains side by side.
+    """Start chains side by side, before their first step, with the model's arguments ``args`` and ``kwargs``.
 
-    Args:
-        kernel: the dynamics and its options.
-        args: the model's positional arguments.
-        kwargs: the model's keyword arguments.
-        num_chains: :math:`C`.
-        initial_params: unconstrained values by site, each with the chains in front, ``(C, *shape)``; by
-            default the kernel's ``init_strategy`` draws them for each chain.
-        initial_values: the same as constrained values.
-        on_divergence: what a chain that is no longer finite gets: ``"raise"`` or ``"mask"``.
-
-    Returns:
-        The chains, before their first step.
-
-    Raises:
-        ValueError: if the model can't be sampled, or no point to start from has a finite potential energy.
+    ``initial_params`` are unconstrained values by site, each of shape ``(C, *shape)``, and ``initial_values``
+    the same as constrained values; by default the kernel's ``init_strategy`` draws them for each chain.
+    Raises a ``ValueError`` if the model can't be sampled, or no starting point has a finite potential energy.
     """
     _warn_of_relaxation(kernel)
     given = "initial_params" if initial_values is None else "initial_values"
@@ -109,10 +97,10 @@ def _potential(
     kwargs: Mapping[str, Any] | None,
     initial_values: Mapping[str, Tensor] | None,
 ) -> Potential:
-    """The model's potential, read off a run of it where the first chain starts if that is given.
+    """The model's potential, recorded from a run where the first chain starts if that is given.
 
-    A model may fail at points that ``init_strategy`` draws, and it need not run there. Values that the model
-    can't run at are refused with all the others, by chain and site.
+    A model may fail at points that ``init_strategy`` draws, so it is not run there without need. Given values
+    at which the model fails are refused later with all the others, by chain and site.
     """
     if initial_values is not None:
         with suppress(ValueError, RuntimeError):
@@ -163,39 +151,31 @@ def _warn_of_relaxation(kernel: Kernel) -> None:
         return
     name, sampling = type(kernel).__name__, range(cycle.exploration_steps, cycle.period)
     if kernel.relaxation(kernel.step_size_at(sampling[0])) == math.inf:
-        warnings.warn(
+        message = (
             f"{name} has no friction, so it is not known how long the sampling phases of {cycle!r} take to "
             "relax from temperature 0, and all their draws are kept; their first ones are too narrow. Pass "
-            "relaxation=, a number of steps",
-            stacklevel=4,
+            "relaxation=, a number of steps"
         )
-        return
-    relaxed = 0.0
-    for step in sampling:
-        relaxed += kernel.relaxation(kernel.step_size_at(step))
-        if relaxed >= 1:
-            return
-    warnings.warn(
-        f"no draw can be kept: a sampling phase of {cycle!r} has {len(sampling)} steps, which are "
-        f"{relaxed:.2g} of a relaxation time at friction {getattr(kernel, 'friction', 0):g}. Raise period, "
-        "sampling_fraction, floor or friction, or pass relaxation=, a number of steps",
-        stacklevel=4,
-    )
+    else:
+        relaxed = 0.0
+        for step in sampling:
+            relaxed += kernel.relaxation(kernel.step_size_at(step))
+            if relaxed >= 1:
+                return
+        message = (
+            f"no draw can be kept: a sampling phase of {cycle!r} has {len(sampling)} steps, which are "
+            f"{relaxed:.2g} of a relaxation time at friction {getattr(kernel, 'friction', 0):g}. Raise "
+            "period, sampling_fraction, floor or friction, or pass relaxation=, a number of steps"
+        )
+    warnings.warn(message, stacklevel=4)
 
 
 def refuse_copies(chains: Chains, steps: int, *, given: bool) -> None:
-    """Refuse chains that would stay copies of each other for the whole run.
+    """Refuse chains that would stay copies of each other for all the ``steps`` of a run.
 
     Chains of equal states stay equal if nothing is drawn for each: at temperature 0 there is no noise, and a
-    loader, a shared minibatch, or a model without subsampled plates shows all of them the same data.
-
-    Args:
-        chains: before their first step.
-        steps: that the run will take.
-        given: whether the user gave the starting values.
-
-    Raises:
-        ValueError: if two chains would be copies.
+    loader, a shared minibatch, or a model without subsampled plates shows all of them the same data. A few
+    equal starts that were drawn, not ``given`` by the user, count as chance.
     """
     source, count = chains.source, len(chains.position)
     own_rows = isinstance(source, PlateRows) and source.plates and source.shape

@@ -37,15 +37,10 @@ def starting_points(
     given: Mapping[str, Tensor] | None,
     what: str = "initial_params",
 ) -> Tensor:
-    """Flat positions of shape ``(C, d)`` with finite energies and gradients.
+    """Flat positions ``(C, d)`` with finite energies and gradients.
 
-    Args:
-        gradient: of the potential energy.
-        potential: the model's.
-        source: of minibatches.
-        num_chains: how many points.
-        given: unconstrained values by site, each of shape ``(C, *shape)``; drawn if ``None``.
-        what: the argument that they were given by.
+    ``given`` are unconstrained values by site, each of shape ``(C, *shape)``, by the argument ``what``;
+    without them the model's ``init_strategy`` draws each chain.
     """
     if given is not None:
         check_shapes(given, potential, what, num_chains)
@@ -98,10 +93,7 @@ def unconstrained_values(
     """The unconstrained values of ``initial_values``, which have to lie inside the supports.
 
     Outside of a support some transforms return NaN, and others a value of another point; so values are
-    compared with what they come back as.
-
-    Raises:
-        ValueError: if sites, shapes or values don't fit the model; the message names site, chain and value.
+    compared with their round trip. The ``ValueError`` names site, chain and value.
     """
     what = "initial_values"
     check_shapes(given, potential, what, num_chains, constrained=True)
@@ -164,13 +156,10 @@ def refuse_point(potential: Potential, position: Tensor, what: str, whose: str =
 def refuse_flat_sites(potential: Potential, minibatch: Minibatch) -> None:
     """Refuse a model whose log joint does not depend on a site, unless the site's support is bounded.
 
-    The gradient is looked at where a model can be told from one that merely is flat at some points: a site is
-    refused if its gradient is absent or zero at all of ``NUM_PROBES`` points. Where a step sees a part of the
-    data, zeros prove nothing, and only absent gradients count. A site is refused only if its log Jacobian
-    doesn't make up for it, as it does on an interval.
-
-    Raises:
-        ValueError: if there is such a site; the message names it.
+    To tell such a model from one that is flat at some points only, a site is refused if its gradient is
+    absent or zero at all of ``NUM_PROBES`` points. Where a step sees a part of the data, zeros prove nothing,
+    and only absent gradients count. A site whose log Jacobian alone is integrable, as on an interval, is not
+    refused.
     """
     program = potential.program
     sees_all = not potential.program.plates and minibatch.args is None

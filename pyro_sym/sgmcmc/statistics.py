@@ -15,11 +15,7 @@ __all__ = ["Recorder"]
 
 
 class Recorder:
-    """Statistics of draws, computed in blocks: those of many draws cost as much as those of one.
-
-    Args:
-        chains: the chains whose draws are kept.
-    """
+    """Statistics of draws of chains, computed in blocks: those of many draws cost as much as those of one."""
 
     BLOCK_DRAWS, BLOCK_NUMEL = 256, 2**16
 

@@ -16,11 +16,9 @@ from pyro_sym.graph.record import Function, UntraceableError, trace
 from pyro_sym.graph.simplify import simplify
 from pyro_sym.model.gradient import Gradient
 from pyro_sym.model.minibatch import Minibatch
+from pyro_sym.sgmcmc.kernel import State
 
-__all__ = ["FusedSteps", "State", "Step", "block_length"]
-
-State = tuple[Tensor, ...]
-"""The state of a sampler; its first part is the position, of shape ``(C, d)``."""
+__all__ = ["FusedSteps", "Step", "block_length"]
 
 Step = Callable[..., State]
 """From state, gradient ``(C, d)``, noise, step size (0-d) and temperature (0-d or ``(C, 1)``) to a state.
@@ -50,30 +48,13 @@ class FusedSteps:
         s_{i+1} = \mathrm{step}(s_i, g_i, \xi_i, h_i, T_i), \qquad
         g_{i+1} = \nabla U(s_{i+1}^{(0)}; b_i), \qquad i = 0, \dots, k - 1,
 
-    so that the position it ends at has its energy and gradient, those that the next block begins with. A step
-    that evaluates again does so on the minibatch of its own gradient, :math:`b_{i-1}`.
+    so that the last position has its energy and gradient, with which the next block begins. A step that
+    evaluates again (``second_gradient``) does so on the minibatch of its own gradient, :math:`b_{i-1}`.
 
     The block is compiled by ``torch._inductor`` on the first call for inputs of given shapes, which takes
     seconds, and kept in its cache folder for later runs, also with other data of the same shapes. Without a
-    C++ compiler the steps are taken one by one, and a warning says so.
-
-    Args:
-        gradient: made with ``jit="compile"``; its ``mode`` and ``reason`` tell of a fallback.
-        step: a pure function of tensors: it must neither change its arguments, nor read their values, nor
-            draw random numbers.
-        second_gradient: whether it evaluates again, within the step.
-
-    Raises:
-        ValueError: if ``gradient`` was made with another ``jit``.
-
-    Example:
-        >>> def model():
-        ...     pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        >>> def descend(state, gradient, noise, step_size, temperature):
-        ...     return (state[0] - step_size * gradient,)
-        >>> steps = FusedSteps(Gradient(Potential(model), jit="compile"), descend)
-        >>> steps.gradient.mode  # nothing is compiled before the first call
-        'compile'
+    C++ compiler the steps are taken one by one, and a warning says so. ``step`` has to be a pure function of
+    tensors: it must neither change its arguments, nor read their values, nor draw random numbers.
     """
 
     def __init__(self, gradient: Gradient, step: Step, second_gradient: bool = False) -> None:
@@ -94,27 +75,19 @@ class FusedSteps:
         temperatures: Tensor,
         energy: Tensor | None = None,
     ) -> tuple[State, Tensor, Tensor, float]:
-        """Take as many steps as there is noise for.
+        """Take as many steps as there is noise, of shape ``(k, C, d)`` or ``(k, noises, C, d)``.
 
-        Args:
-            state: its first part the position, of shape ``(C, d)``.
-            gradient: at that position, of shape ``(C, d)``.
-            noise: standard normal draws, of shape ``(k, C, d)``, or ``(k, noises, C, d)``.
-            indices: rows by subsampled plate, of shape ``(k, C, B)``, or ``(k, B)`` if chains share them; of
-                steps that evaluate again one more, those of the gradient before the others.
-            step_sizes: of shape ``(k,)``.
-            temperatures: of shape ``(k,)``, or ``(k, C, 1)`` with one for each chain.
-            energy: at the position, of shape ``(C,)``, for steps that evaluate again.
+        ``gradient`` ``(C, d)`` is the one at the position ``state[0]``. ``indices``, the rows by subsampled
+        plate, have shape ``(k, C, B)``, or ``(k, B)`` if chains share them; steps that evaluate again need
+        ``k + 1``, those of ``gradient`` first, and the ``energy`` ``(C,)`` there. ``step_sizes`` has shape
+        ``(k,)``, ``temperatures`` ``(k,)`` or ``(k, C, 1)``.
 
-        Returns:
-            The state after the steps; the energies, of shape ``(C,)``, and gradients, of shape ``(C, d)``, at
-            the position after the last of them; and the sum of positions, energies and gradients, which is
-            finite if they are.
+        Returns the state after the steps, energies ``(C,)`` and gradients ``(C, d)`` there, and the sum of
+        positions, energies and gradients, which is finite if they are.
         """
+        arguments = (state, gradient, noise, indices, step_sizes, temperatures, energy)
         if self.gradient.mode != "compile":
-            after, energy, slope = self.one_by_one(
-                state, gradient, noise, indices, step_sizes, temperatures, energy
-            )
+            after, energy, slope = self.one_by_one(*arguments)
             return after, energy, slope, float(_total(after[0], energy, slope))
         inputs = [*state, gradient, noise, step_sizes, temperatures, *indices.values()]
         inputs += [] if energy is None else [energy]
@@ -122,7 +95,7 @@ class FusedSteps:
         run = self._prepared.get(key)
         if run is None:
             self._prepare(key, inputs, len(state), indices)
-            return self(state, gradient, noise, indices, step_sizes, temperatures, energy)
+            return self(*arguments)
         *parts, energy, slope, total = run(*inputs)
         return tuple(parts), energy, slope, float(total)
 
@@ -198,15 +171,9 @@ class _BlockProbe(Probe):
 
     If the dynamics is unstable or chaotic, two right computations are far apart after a few steps; if steps
     are short, a wrong order of noise or rows changes little. So the probe multiplies the step sizes by the
-    largest of a few factors at which a rounding error at the start doesn't grow.
-
-    Args:
-        block: the steps as a function of the inputs.
-        inputs: the parts of the state, the gradient, the noise, the step sizes, and the rest.
-        parts: how many parts the state has.
-
-    Raises:
-        UntraceableError: if nothing is finite, or rounding errors grow at all step sizes.
+    largest of a few factors at which a rounding error at the start doesn't grow, and raises
+    ``UntraceableError`` if it grows at all of them, or nothing is finite. ``inputs`` are the ``parts`` of the
+    state, the gradient, the noise, the step sizes, and the rest.
     """
 
     def __init__(self, block: Function, inputs: Sequence[Tensor], parts: int) -> None:

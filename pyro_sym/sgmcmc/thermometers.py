@@ -43,22 +43,13 @@ def thermometers(
     *,
     sizes: Mapping[str, int],
 ) -> dict[str, Tensor]:
-    r"""Temperatures per site and overall, and the norm of the gradient.
+    """Temperatures per site and overall, and the norm of the gradient, in float64.
 
-    Args:
-        position: :math:`u`, of shape ``(*batch, d)``, the sites one after the other.
-        gradient: :math:`\nabla U` at the positions, of the same shape.
-        momentum: :math:`m`, of the same shape; ``None`` for dynamics without momenta.
-        inverse_mass: :math:`M^{-1}`, broadcastable to the position.
-        sizes: the number of unconstrained values by site.
-
-    Returns:
-        ``gradient_norm``, ``configurational_temperature`` and with momenta ``kinetic_temperature``, of shape
-        ``batch``; ``site_configurational_temperature`` and ``site_kinetic_temperature``, of shape ``(*batch,
-        sites)``. All in float64.
-
-    References:
-        Wenzel et al. 2020, arXiv 2002.02405, appendix I, uses both per tensor of a network.
+    Position, gradient and momentum (``None`` for dynamics without) have shape ``(*batch, d)``, the sites one
+    after the other, with ``sizes`` values each; ``inverse_mass``, :math:`M^{-1}`, broadcasts to them. Returns
+    ``gradient_norm``, ``configurational_temperature`` and with momenta ``kinetic_temperature``, of shape
+    ``batch``, and ``site_configurational_temperature`` and ``site_kinetic_temperature``, of shape ``(*batch,
+    sites)``. Wenzel et al. 2020 (arXiv 2002.02405, appendix I) use both per tensor of a network.
     """
     parts = {"configurational_temperature": position * gradient}
     if momentum is not None:

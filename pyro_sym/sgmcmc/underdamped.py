@@ -30,7 +30,7 @@ __all__ = [
 def kick_variance(
     step_size: Scalar, friction: Scalar, temperature: Scalar, inverse_mass: Scalar, noise_estimate: Scalar
 ) -> Scalar:
-    """Of the noise that a kick with friction injects."""
+    """The variance of the noise that a kick with friction injects."""
     return 2 * friction * step_size * temperature / inverse_mass - step_size**2 * noise_estimate
 
 
@@ -47,25 +47,12 @@ def sghmc(
     inverse_mass: Scalar = 1.0,
     noise_estimate: Scalar = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    r"""One step of :class:`SGHMC`, whose docstring has the formula.
+    r"""One step of :class:`SGHMC`, whose docstring has the formula; returns position and momentum.
 
-    Args:
-        position: :math:`u`, of any shape, for instance a row a chain.
-        momentum: :math:`m`, of the shape of ``position``.
-        gradient: :math:`\nabla U(u)` at the position before the step, of the shape of ``position``.
-        noise: :math:`\xi`, standard normal draws of the shape of ``position``.
-        step_size: :math:`h > 0`, in units of time.
-        friction: :math:`\gamma > 0`, per unit of time.
-        temperature: :math:`T \ge 0`; the noise drops out at 0.
-        inverse_mass: :math:`G > 0`, broadcastable to ``position``.
-        noise_estimate: :math:`\hat B \ge 0`, broadcastable to ``position``.
-
-    Returns:
-        The position and the momentum after the step; the inputs are not changed.
-
-    Raises:
-        ValueError: if the variance of the noise is a negative number; of tensors,
-            :func:`~pyro_sym.sgmcmc.noise.check_noise_estimate` checks it.
+    ``noise``, :math:`\xi`, is standard normal; position, momentum, gradient and noise have one shape, to
+    which :math:`G` and :math:`\hat B` broadcast. The inputs are not changed. A negative variance of the noise
+    is a ``ValueError`` if it is a number (of tensors see
+    :func:`~pyro_sym.sgmcmc.noise.check_noise_estimate`).
 
     Example:
         >>> u, m, xi = torch.tensor([1.0]), torch.tensor([1.0]), torch.tensor([0.5])
@@ -102,25 +89,10 @@ def baoa(
     inverse_mass: Scalar = 1.0,
     noise_estimate: Scalar = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    r"""One step of :class:`BAOA`, whose docstring has the formula.
+    r"""One step of :class:`BAOA`, whose docstring has the formula; returns position and momentum.
 
-    Args:
-        position: :math:`u`, of any shape, for instance a row a chain.
-        momentum: :math:`m`, of the shape of ``position``.
-        gradient: :math:`\nabla U(u)` at the position before the step, of the shape of ``position``.
-        noise: :math:`\xi`, standard normal draws of the shape of ``position``.
-        step_size: :math:`h > 0`, in units of time.
-        friction: :math:`\gamma > 0`, per unit of time; infinite friction forgets the momentum each step.
-        temperature: :math:`T \ge 0`; the noise drops out at 0.
-        inverse_mass: :math:`G > 0`, broadcastable to ``position``.
-        noise_estimate: :math:`\hat B \ge 0`, broadcastable to ``position``. What is subtracted sets the
-            variance of the position right, up to a relative :math:`x / 4` of the correction.
-
-    Returns:
-        The position and the momentum after the step; the inputs are not changed.
-
-    Raises:
-        ValueError: as :func:`sghmc`.
+    Arguments as for :func:`sghmc`. Infinite friction forgets the momentum each step. With :math:`\hat B`
+    subtracted the variance of the position is right, up to a relative :math:`x / 4` of the correction.
 
     Example:
         >>> u, m, xi = torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([0.5])
@@ -152,41 +124,25 @@ def momentum_within_kick(
 
     The momentum that a step ends with is no thermometer: on a Gaussian of curvature :math:`\lambda`, :math:`x
     = h^2 G \lambda`, its variance is :math:`(T / G) \, 4 / (4 - 2 \gamma h - x)`, while the positions are
-    right but for :math:`O(h^2)`. The kick of the step to come takes it half way to
+    right but for :math:`O(h^2)`. The kick of the next step takes it half way to
 
     .. math::
 
         \bar m = (1 - \tfrac12 \zeta h) m - \tfrac{h}{2} \nabla U(u) + \tfrac12 \sigma \xi, \qquad
         \operatorname{Var} \bar m = T / G
 
-    exactly, at every stable step size, with the variance :math:`\sigma^2 = 2 \gamma h T / G - h^2 \hat B` of
-    the injected noise. Without that noise, and divided by the root of the share that is left,
+    exactly, at every stable step size, with the damping :math:`\zeta` (the friction of SGHMC, the thermostat
+    of SGNHT) and the variance :math:`\sigma^2 = 2 \gamma h T / G - h^2 \hat B` of the injected noise. Without
+    that noise, and divided by the root of the remaining share, it is what this function returns,
 
     .. math::
 
         \tilde m = \frac{(1 - \tfrac12 \zeta h) m - \tfrac{h}{2} \nabla U(u)}
         {\sqrt{1 - \sigma^2 G / 4 T}} \sim N(0, T / G).
 
-    Gradient noise of variance :math:`V` raises its variance by :math:`h V / (2 \gamma (1 - \tfrac12 \gamma
-    h))` for :class:`SGHMC`, and leaves it alone for :class:`~pyro_sym.SGNHT`.
-
-    Args:
-        momentum: :math:`m` after a step, of shape ``(*batch, d)``.
-        gradient: :math:`\nabla U` at the position after the step, of the same shape.
-        step_size: :math:`h`.
-        damping: :math:`\zeta`, broadcastable to the momentum: the friction of SGHMC, the thermostat of SGNHT.
-        friction: :math:`\gamma`, for which noise is injected.
-        temperature: :math:`T`; at 0 nothing is divided by.
-        inverse_mass: :math:`G`, broadcastable to the momentum.
-        noise_estimate: :math:`\hat B`.
-
-    Returns:
-        :math:`\tilde m`, of the shape of ``momentum``.
-
-    Example:
-        >>> m, gradient = torch.tensor([1.0]), torch.tensor([0.5])
-        >>> momentum_within_kick(m, gradient, step_size=0.5, damping=1.0, friction=1.0, temperature=1.0)
-        tensor([0.7217])
+    Momentum and gradient, of shape ``(*batch, d)``, are those after a step; all else broadcasts to them.
+    Gradient noise of variance :math:`V` raises the variance by :math:`h V / (2 \gamma (1 - \tfrac12 \gamma
+    h))` for :class:`SGHMC`, and leaves it unchanged for :class:`~pyro_sym.SGNHT`.
     """
     half = step_size / 2
     variance = kick_variance(step_size, friction, temperature, inverse_mass, noise_estimate)
@@ -196,33 +152,12 @@ def momentum_within_kick(
 
 
 def sghmc_from_sgd(lr: float, momentum: float, num_data: int) -> tuple[float, float]:
-    r"""Step size and friction of the SGHMC chain whose cold limit is SGD with momentum.
+    """Step size and friction of the SGHMC chain whose cold limit is SGD with momentum.
 
-    ``torch.optim.SGD(lr=lr, momentum=momentum)`` on the loss :math:`L = U / N` averaged over :math:`N` rows
-    is :func:`sghmc` at :math:`T = 0` from :math:`m = 0` with
-
-    .. math::
-
-        h = \sqrt{\mathrm{lr} / N}, \qquad \gamma = (1 - \mu) / h,
-
-    from the first step on: SGD's buffer is :math:`-m / (h N)`. A prior :math:`N(0, s^2)` stands for
-    ``weight_decay`` :math:`1 / (N s^2)`.
-
-    Args:
-        lr: learning rate of SGD, positive.
-        momentum: :math:`\mu` of SGD, in :math:`[0, 1)`, without dampening or Nesterov's variant.
-        num_data: :math:`N`, the rows of the whole data set; 1 if the loss is a sum over rows.
-
-    Returns:
-        The step size :math:`h` and the friction :math:`\gamma`.
-
-    Raises:
-        ValueError: if an argument is out of range.
-
-    Example:
-        >>> h, friction = sghmc_from_sgd(lr=0.1, momentum=0.9, num_data=1000)
-        >>> round(h, 6), round(friction, 6)
-        (0.01, 10.0)
+    ``torch.optim.SGD(lr=lr, momentum=momentum)`` on the loss :math:`L = U / N` averaged over the :math:`N`
+    rows of the data set (``num_data``; 1 if the loss is a sum) is :func:`sghmc` at :math:`T = 0` from
+    :math:`m = 0`, from the first step on: SGD's buffer is :math:`-m / (h N)`. :class:`SGHMC` has the formula.
+    A prior :math:`N(0, s^2)` stands for ``weight_decay`` :math:`1 / (N s^2)`.
     """
     check_sgd(lr, momentum, num_data)
     step_size = math.sqrt(lr / num_data)
@@ -230,30 +165,7 @@ def sghmc_from_sgd(lr: float, momentum: float, num_data: int) -> tuple[float, fl
 
 
 def baoa_from_sgd(lr: float, momentum: float, num_data: int) -> tuple[float, float]:
-    r"""Step size and friction of the BAOA chain whose cold limit is SGD with momentum.
-
-    As :func:`sghmc_from_sgd`, with
-
-    .. math::
-
-        h = \sqrt{\frac{2 \, \mathrm{lr}}{N (1 + \mu)}}, \qquad \gamma = -\frac{\ln \mu}{h}.
-
-    Args:
-        lr: learning rate of SGD, positive.
-        momentum: :math:`\mu` of SGD, in :math:`[0, 1)`, without dampening or Nesterov's variant.
-        num_data: :math:`N`, the rows of the whole data set; 1 if the loss is a sum over rows.
-
-    Returns:
-        The step size :math:`h` and the friction :math:`\gamma`, infinite without momentum.
-
-    Raises:
-        ValueError: if an argument is out of range.
-
-    Example:
-        >>> h, friction = baoa_from_sgd(lr=0.095, momentum=0.9, num_data=1000)
-        >>> round(h, 6), round(friction, 6)
-        (0.01, 10.536052)
-    """
+    r"""As :func:`sghmc_from_sgd`, for :class:`BAOA`; the friction is infinite at :math:`\mu = 0`."""
     check_sgd(lr, momentum, num_data)
     step_size = math.sqrt(2 * lr / (num_data * (1 + momentum)))
     return step_size, -math.log(momentum) / step_size if momentum > 0 else math.inf
@@ -286,7 +198,7 @@ class _Underdamped(StochasticGradientKernel):
         self.noise_estimate = noise_estimate
 
     def own_relaxation(self, step_size: float) -> float:
-        """By friction (:func:`~pyro_sym.sgmcmc.schedules.relaxation_share`)."""
+        """The share by friction (:func:`~pyro_sym.sgmcmc.schedules.relaxation_share`)."""
         return relaxation_share(self.friction, step_size)
 
     @classmethod
@@ -386,11 +298,8 @@ class SGHMC(_Underdamped):
 class BAOA(_Underdamped):
     r"""Underdamped Langevin dynamics by the BAOA splitting; its cold limit is SGD with momentum.
 
-    The target is the tempered posterior :math:`p(\theta, D)^{1/T}`, tempered in unconstrained space: at
-    :math:`T = 1` the posterior, while at :math:`T = 0` the chain descends to a mode of the log joint.
-    Constrained sites bring their Jacobian along, :math:`\exp(-U(u)/T)` with :math:`U = -\log p(\theta, D) -
-    \log |\det \partial \theta / \partial u|`: as a density of :math:`\theta` the target then carries the
-    Jacobian to the power :math:`1/T - 1`. The dynamics
+    The target is that of all kernels (:class:`StochasticGradientKernel`): at :math:`T = 1` the posterior,
+    while at :math:`T = 0` the chain descends to a mode of the log joint. The dynamics
 
     .. math::
 
@@ -424,9 +333,7 @@ class BAOA(_Underdamped):
         friction: :math:`\gamma > 0`, per unit of time; ``math.inf`` forgets the momentum each step.
         noise_estimate: :math:`\hat B`, the variance that minibatches give each coordinate of the gradient; it
             is taken off the noise.
-        **options: what every kernel takes (:class:`StochasticGradientKernel`): ``temperature``,
-            ``thinning``, ``init_strategy``, ``batches``, ``shared_minibatch``, ``gradient``, ``center``,
-            ``preconditioner``, ``jit``.
+        **options: what every kernel takes (:class:`StochasticGradientKernel`).
 
     Raises:
         ValueError: if an argument is out of range, or ``noise_estimate`` would make a variance negative.

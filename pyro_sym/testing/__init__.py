@@ -2,8 +2,8 @@
 
 Each check is a function that returns nothing, or raises an ``AssertionError`` that says which law is broken,
 where, and by how much; call them from a test of any framework, or from none. They draw random numbers under a
-seed of their own, so that a result can be had again, and leave torch's random state as it was. What is random
-fails by chance at a rate of some 2e-5 a comparison, for one seed in so many.
+seed of their own, so that results are reproducible, and leave torch's random state unchanged. A random
+comparison fails by chance for one seed in 50,000 (2e-5).
 """
 
 from pyro_sym.testing.estimators import check_estimator_contract

@@ -205,7 +205,7 @@ def test_the_right_temperature_is_not_taken_for_heat(kind: Any) -> None:
     assert table is not None
     assert table["kinetic_inside"].all()
     assert abs(table.loc["all sites", "kinetic"] - 1) < 0.05
-    assert float(mcmc._chains.momentum.square().mean()) > 1.2  # type: ignore[union-attr]
+    assert float(mcmc._chains.state[1].square().mean()) > 1.2  # type: ignore[union-attr]
 
 
 wide = normals({"x": (2_000,)})

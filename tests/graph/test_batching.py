@@ -1,6 +1,6 @@
 """Models that write into tensors, or index by masks: their gradient is traced for one chain and for many.
 
-graph/record.py (in-place operations, side effects) is tested here and in tests/model/test_gradient.py.
+Covers also `graph.record` (in-place operations, side effects), as does tests/model/test_gradient.py.
 """
 
 from __future__ import annotations

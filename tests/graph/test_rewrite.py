@@ -1,6 +1,6 @@
 """Rewritten graphs: each rule gives what the graph gave, by fewer operations, and only where it applies.
 
-The graphs are made by graph/simplify.py and run by graph/codegen.py, which are tested here with them.
+Covers also `graph.simplify`, which makes the graphs, and `graph.codegen`, which runs them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The traced gradient against the potential itself, and what is refused.
 
-The comparison of graphs (graph/checked.py) is tested here and in guides/test_recorded_elbo.py.
+Covers also `graph.checked`, which guides/test_recorded_elbo.py tests as well.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Program and enumeration: the log joint of a model, with minibatches, masks, scales and discrete sites."""
+"""Program and enumeration: the log joint of a model, with minibatches, masks, scales and discrete sites.
+
+Covers also `model.enumeration`.
+"""
 
 from __future__ import annotations
 

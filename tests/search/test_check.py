@@ -1,4 +1,7 @@
-"""check_symmetry: right symmetries pass, near misses are named (also of ``pyro_sym.errors``)."""
+"""check_symmetry: right symmetries pass, near misses are named (also of ``pyro_sym.errors``).
+
+Covers also `symmetry.orthogonal`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The one-step maps: their algebra, noise, own stationary laws and orders, with negative controls.
 
-It covers overdamped.py, underdamped.py, nose_hoover.py and noise.py.
+Covers `sgmcmc.overdamped`, `sgmcmc.underdamped`, `sgmcmc.nose_hoover` and `sgmcmc.noise`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """BAOA as users run it, in Pyro's MCMC: from the optimiser at T = 0 to sampled targets, and bad input.
 
-It covers kernel.py, pyro_driver.py and divergence.py.
+Covers `sgmcmc.kernel`, `sgmcmc.pyro_driver` and `sgmcmc.divergence`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What users do with a run: callbacks, tables of few draws, temperatures by chain.
 
-Covers ``progress``, ``ladder`` and ``control_variate`` and, of draws, ``summaries``.
+Covers `sgmcmc.progress`, `sgmcmc.ladder`, `draws.summaries` and `draws.divergence`.
 """
 
 from __future__ import annotations

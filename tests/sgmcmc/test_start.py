@@ -1,6 +1,6 @@
 """Where chains start: a bad start is told from a run that diverges, copies and flat sites are refused.
 
-It covers start.py, starting_points.py and bad_start.py.
+Covers also `sgmcmc.starting_points` and `sgmcmc.bad_start`.
 """
 
 from __future__ import annotations

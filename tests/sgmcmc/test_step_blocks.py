@@ -1,6 +1,6 @@
 """Fused steps against the same steps one by one. Three packages are compiled here, 10 to 20 s of CPU each.
 
-It covers step_blocks.py, prefetch.py and, of graph, aot.py.
+Covers also `sgmcmc.prefetch` and `graph.aot`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Many chains in one process: each is the chain it would be alone; what ends a run leaves what was drawn.
 
-It covers vectorized.py, chains.py, shard.py, statistics.py and thermometers.py.
+Covers also `sgmcmc.chains`, `sgmcmc.shard`, `sgmcmc.statistics`, `sgmcmc.thermometers`,
+`sgmcmc.control_variate` and `model.full_data`.
 """
 
 from __future__ import annotations

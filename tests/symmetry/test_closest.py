@@ -1,6 +1,6 @@
 """What members say is closest, against enumeration and against rotations that were planted.
 
-Covers ``symmetry/base.py``, ``blocks.py``, ``nearest.py``, ``orthogonal.py`` and ``flat.py``.
+Covers `symmetry.base`, `symmetry.blocks`, `symmetry.nearest`, `symmetry.orthogonal` and `symmetry.flat`.
 """
 
 from __future__ import annotations
