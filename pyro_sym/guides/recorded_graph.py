@@ -185,8 +185,8 @@ class _Probe(Probe):
         return (
             f"from the same random numbers model and guide give another {'gradient' if number else 'loss'} "
             f"than when they were recorded (off by {deviation:.1g}, relative, also at {NUDGES} points close "
-            "by): they branch on values, keep a state from call to call, or use random numbers or data that "
-            "come neither from torch nor from their arguments"
+            "by). This is so if they branch on values, keep a state from call to call, or use random numbers "
+            "or data that come neither from torch nor from their arguments"
         )
 
 
