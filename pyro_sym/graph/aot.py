@@ -124,10 +124,8 @@ def _elsewhere(graph: fx.GraphModule, inputs: Sequence[Tensor], path: Path, erro
     try:
         other = _temporary_folder() / path.name
         if not other.exists():
-            warnings.warn(
-                f"{problem}, so compiled code is kept in {other.parent} until the process ends; {ADVICE}",
-                stacklevel=8,
-            )
+            kept = f"compiled code is kept in {other.parent} until the process ends"
+            warnings.warn(f"{problem}, so {kept}; {ADVICE}", stacklevel=8)
             with _inductor_writes_to(other.parent):
                 _build(graph, inputs, other)
     except OSError as again:

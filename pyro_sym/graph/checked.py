@@ -105,10 +105,7 @@ def check(function: Function, probes: Iterable[Probe]) -> Function:
     """Return a function that agrees with the reference at all probes, or raise an ``UntraceableError``."""
     compared = [probe.compare(function) for probe in probes]
     if not any(compared):
-        raise UntraceableError(
-            "the model fails at every point where its graph could be compared with it, also near the start "
-            "and on other rows"
-        )
+        raise UntraceableError("the model fails at every point where its graph could be compared with it")
     return function
 
 

@@ -93,10 +93,7 @@ def _fastest_call(target: Any, args: Any, kwargs: Any, value: Any) -> Callable[.
     if isinstance(short, BuiltinFunctionType) and isinstance(value, Tensor):
         with suppress(TypeError, RuntimeError):
             other = short(*args, **kwargs)
-            if isinstance(other, Tensor) and alike(other, value) and _equal(other, value):
+            same = isinstance(other, Tensor) and alike(other, value)
+            if same and torch.equal(other.nan_to_num(), value.nan_to_num()):
                 return short
     return direct_call(target)
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.nan_to_num(), other.nan_to_num())

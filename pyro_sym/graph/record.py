@@ -173,10 +173,8 @@ class _Recorder(TorchDispatchMode):
         return fx.GraphModule(self.root, self.graph)
 
 
-_LIBRARIES = tuple(
-    os.path.join(Path(str(module.__file__)).parent, "")
-    for module in (torch, pyro, os)  # os: the standard library
-)
+# os stands for the standard library
+_LIBRARIES = tuple(os.path.join(Path(str(module.__file__)).parent, "") for module in (torch, pyro, os))
 _HERE = os.path.join(Path(__file__).parent, "")
 _PACKAGE = os.path.join(Path(__file__).parent.parent, "")
 
@@ -247,10 +245,8 @@ def replay(
             args = map_arg(node.args, values.__getitem__)
             kwargs = map_arg(node.kwargs, values.__getitem__)
             try:
-                if node.target in rules:
-                    values[node] = rules[node.target](node, *args, **kwargs)
-                else:
-                    values[node] = node.target(*args, **kwargs)
+                rule = rules.get(node.target)
+                values[node] = rule(node, *args, **kwargs) if rule else node.target(*args, **kwargs)
             except Exception as error:  # torch raises all sorts
                 raise UntraceableError(f"{_named(node)}: {message_of(error)}") from error
     outputs: Any = graph.graph.output_node().args[0]
@@ -287,8 +283,7 @@ def refuse_side_effects(graph: fx.GraphModule, *, random: bool = False) -> None:
         if "batch_norm" in node.target.name() and node.args[5] is True:
             raise UntraceableError("batch normalisation in training mode updates its running statistics")
         if is_mutable(node.target) and node.args[0] not in fresh:
-            raise UntraceableError(
-                f"the model changes a tensor in place that outlives the call ({_named(node)})"
-            )
+            problem = "the model changes a tensor in place that outlives the call"
+            raise UntraceableError(f"{problem} ({_named(node)})")
         if not returns_view(node.target) or node.args[0] in fresh:
             fresh.add(node)

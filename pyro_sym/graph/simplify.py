@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 from pyro_sym._private import existing, tree_leaves, tree_map
 from pyro_sym.graph.record import CHECKS, OF_SHAPE, UntraceableError, aten, is_random
 
-__all__ = ["Simplifier", "alike", "drop_unused", "simplify"]
+__all__ = ["Simplifier", "alike", "drop_unused", "layout", "simplify"]
 
 
 def simplify(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
@@ -119,9 +119,8 @@ class Simplifier:
         """A node for a constant tensor."""
         if isinstance(value, fx.Node):
             return value
-        layout = (value.shape, value.stride(), value.dtype, value.device)
         # Equal numbers are one constant if they are few; else the same memory is.
-        key = (*layout, tuple(value.flatten().tolist()) if value.numel() <= 64 else value.data_ptr())
+        key = (*layout(value), tuple(value.flatten().tolist()) if value.numel() <= 64 else value.data_ptr())
         if key not in self.constants:
             name = f"constant{len(self.attributes)}"
             self.attributes[name] = value
@@ -177,9 +176,9 @@ def drop_unused(graph: fx.Graph) -> None:
 
 def alike(one: Any, other: Tensor) -> bool:
     """Whether two tensors have the same shape, layout, dtype and device."""
-    return (one.shape, one.stride(), one.dtype, one.device) == (
-        other.shape,
-        other.stride(),
-        other.dtype,
-        other.device,
-    )
+    return layout(one) == layout(other)
+
+
+def layout(tensor: Tensor) -> tuple[Any, ...]:
+    """The shape, strides, dtype and device of a tensor."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

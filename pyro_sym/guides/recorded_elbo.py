@@ -118,17 +118,7 @@ class RecordedELBO(ELBO):
         return warn_if_nan(loss.item(), "loss")
 
     def differentiable_loss(self, model: Run, guide: Run, *args: Any, **kwargs: Any) -> Tensor:
-        """Estimate the loss as a tensor to be differentiated once.
-
-        Args:
-            model: the model.
-            guide: the guide.
-            *args: positional arguments of both.
-            **kwargs: keyword arguments of both.
-
-        Returns:
-            The loss, a scalar, in nats.
-        """
+        """Estimate the loss as a scalar tensor that can be differentiated once; see ``loss_and_grads``."""
         call = Call(model, guide, args, kwargs)
         recording = self._find(call)
         if recording is None:
@@ -138,17 +128,7 @@ class RecordedELBO(ELBO):
         return loss
 
     def loss(self, model: Run, guide: Run, *args: Any, **kwargs: Any) -> float:
-        """Estimate the loss.
-
-        Args:
-            model: the model.
-            guide: the guide.
-            *args: positional arguments of both.
-            **kwargs: keyword arguments of both.
-
-        Returns:
-            The loss, minus the ELBO, in nats.
-        """
+        """Estimate the loss, minus the ELBO, in nats; arguments are those of ``loss_and_grads``."""
         call = Call(model, guide, args, kwargs)
         recording = self._find(call)
         if recording is None:
@@ -190,10 +170,8 @@ class RecordedELBO(ELBO):
             # Its proposals are refitted now and then, and steps may leave the average out.
             self._give_up("the guide's average is of guided elements (method 'importance')")
         elif self._num_recorded >= 4 * self.cache_size:
-            self._give_up(
-                f"arguments came in more than {self._num_recorded} combinations of shapes and values; pass "
-                "numbers that change as tensors"
-            )
+            many = f"more than {self._num_recorded} combinations of shapes and values"
+            self._give_up(f"arguments came in {many}; pass numbers that change as tensors")
         else:
             try:
                 statements = [

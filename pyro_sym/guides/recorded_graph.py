@@ -29,7 +29,7 @@ from pyro_sym._random import fork_random_state
 from pyro_sym.graph.checked import NUDGES, Probe, check, nudge, rewritten_if_right
 from pyro_sym.graph.codegen import straight_line
 from pyro_sym.graph.record import Function, UntraceableError, refuse_side_effects, trace, without_writes
-from pyro_sym.graph.simplify import drop_unused, simplify
+from pyro_sym.graph.simplify import drop_unused, layout, simplify
 
 __all__ = ["Call", "Recording", "Statement"]
 
@@ -55,10 +55,7 @@ class Call:
             self.reason = "an argument requires a gradient of its own"
             return None
         leaves = tuple(
-            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
-            if isinstance(leaf, Tensor)
-            else (type(leaf), leaf)
-            for leaf in self.leaves
+            layout(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in self.leaves
         )
         modes = tuple(getattr(run, "training", None) for run in (self.model, self.guide))
         # The structure in words: a TreeSpec has no hash in older releases of torch.
@@ -252,9 +249,8 @@ def _tensors_for_numbers(elbo: ELBO) -> Iterator[None]:
     with ExitStack() as stack:
         for module in {sys.modules[cls.__module__] for cls in type(elbo).__mro__}:
             stack.enter_context(replaced_in_this_thread(module, "torch_item", lambda _: detached))
-            stack.enter_context(
-                replaced_in_this_thread(module, "warn_if_nan", lambda _: lambda x, *a, **k: x)
-            )
+            unwarned = replaced_in_this_thread(module, "warn_if_nan", lambda _: lambda x, *a, **k: x)
+            stack.enter_context(unwarned)
         yield
 
 

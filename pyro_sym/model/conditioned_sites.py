@@ -28,9 +28,8 @@ class _MarkFixed(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         handlers = active_handlers() or [self]  # if Pyro doesn't say, all fixed sites count as data
         inside = handlers[handlers.index(self) + 1 :]
-        if any(
-            isinstance(m, ConditionMessenger) and _value(m.data, msg["name"]) is msg["value"] for m in inside
-        ):
+        conditions = [m.data for m in inside if isinstance(m, ConditionMessenger)]
+        if any(_value(data, msg["name"]) is msg["value"] for data in conditions):
             self.names.add(msg["name"])
 
 

@@ -50,10 +50,8 @@ class _ShowBatched(Messenger):
 def enumerating(model: Callable[..., Any], first_available_dim: int) -> Callable[..., Any]:
     """The model with discrete sites enumerated; Pyro's handler reads ``value.data`` for its shape."""
     hidden: dict[str, Tensor] = {}
-    enumerated = poutine.enum(
-        _ShowBatched(hidden)(config_enumerate(model)), first_available_dim=first_available_dim
-    )
-    return _HideBatched(hidden)(enumerated)
+    shown = _ShowBatched(hidden)(config_enumerate(model))
+    return _HideBatched(hidden)(poutine.enum(shown, first_available_dim=first_available_dim))
 
 
 def variables(trace: poutine.Trace) -> list[Any]:
@@ -67,10 +65,8 @@ def marginal_terms(trace: poutine.Trace, ring: LogRing | None = None) -> dict[st
     Enumerated sites are summed out, with masks inside the sum and the common scale outside.
     """
     alone, joint, scale, parts = marginalised(trace, ring)
-    terms: dict[str, Tensor] = {site["name"]: site["log_prob_sum"] for site in alone}
     total: Any = sum(part.sum() for part in parts)
-    terms[joint] = scale * total
-    return terms
+    return {**{site["name"]: site["log_prob_sum"] for site in alone}, joint: scale * total}
 
 
 def marginalised(

@@ -19,7 +19,7 @@ from pyro_sym.graph.checked import Probe, check, nudge, rewritten_if_right
 from pyro_sym.graph.codegen import straight_line
 from pyro_sym.graph.record import Function, UntraceableError, refuse_side_effects, trace, without_writes
 from pyro_sym.graph.simplify import simplify
-from pyro_sym.model.minibatch import Minibatch, draw_indices
+from pyro_sym.model.minibatch import Minibatch, draw_rows
 from pyro_sym.model.potential import Potential
 from pyro_sym.model.program import SubsampledPlate
 
@@ -92,7 +92,10 @@ class Gradient:
         if self.mode == "eager":
             return self.eager(position, minibatch)
         if len(several := chain_slices(*position.shape, alone=self._alone)) > 1:
-            return self._one_by_one(position, minibatch, several)
+            energy, gradient = position.new_empty(len(position)), torch.empty_like(position)
+            for one in several:
+                energy[one], gradient[one] = self(position[one], minibatch.of(one))
+            return energy, gradient
         if minibatch.args is None:
             tensors = list(minibatch.indices.values())
             key: Any = (position.shape, *minibatch.indices, *[i.shape for i in tensors])
@@ -105,14 +108,6 @@ class Gradient:
             return self(position, minibatch)
         with torch.no_grad():
             return cast(tuple[Tensor, Tensor], run(position, *tensors))
-
-    def _one_by_one(
-        self, position: Tensor, minibatch: Minibatch, chains: list[slice]
-    ) -> tuple[Tensor, Tensor]:
-        energy, gradient = position.new_empty(len(position)), torch.empty_like(position)
-        for one in chains:
-            energy[one], gradient[one] = self(position[one], minibatch.of(one))
-        return energy, gradient
 
     def state_dict(self) -> dict[str, Any]:
         """The mode in use: another mode rounds differently."""
@@ -147,7 +142,7 @@ class Gradient:
             return self.potential.value_and_grad(row, *inputs.rebuild(tensors))
 
         # Indices of a chain's own have shape (C, B), shared ones (B,).
-        per_chain = [n < inputs.num_indices and t.dim() == 2 for n, t in enumerate(inputs.tensors)]
+        per_chain = [n < len(inputs.names) and t.dim() == 2 for n, t in enumerate(inputs.tensors)]
         rows = [t[0] if own else t for t, own in zip(inputs.tensors, per_chain, strict=True)]
         # Attention by plain products: torch's fused kernel has no rule for many chains at once.
         plain = sdpa_kernel(SDPBackend.MATH)
@@ -191,18 +186,14 @@ class Gradient:
         except UntraceableError as error:
             if self.jit == "trace":
                 raise
-            self._fall_back(
-                "eager",
-                f"the model can't be traced, so each gradient runs it, at {_duration(seconds)} a chain and "
-                f"step: {error}. jit='eager' does the same without this warning",
-                error,
-            )
+            cost = f"each gradient runs it, at {_duration(seconds)} a chain and step"
+            message = f"the model can't be traced, so {cost}: {error}. jit='eager' avoids this warning"
+            self._fall_back("eager", message, error)
             return None
         return CheckedGraph(graph, run, probes)
 
     def probes(self, position: Tensor, minibatch: Minibatch) -> list[Probe]:
         """Other positions and minibatches, at which a graph is compared with the potential."""
-        plates = self.potential.program.plates
         with fork_random_state():
             torch.default_generator.manual_seed(0)
             return [
@@ -211,7 +202,7 @@ class Gradient:
                     position,
                     # around the start, and once around 0
                     spread * torch.randn_like(position) - (position if spread < 0 else 0.0),
-                    _redraw(minibatch, plates),
+                    _redraw(minibatch, self.potential.program.plates),
                     chain=int(torch.randint(len(position), ())),
                 )
                 for spread in (0.0, 1.0, -1.0, 5.0)
@@ -223,10 +214,8 @@ class Gradient:
             checked = self.checked(position, minibatch)
         except UnbatchableError as error:
             self._alone = True
-            warnings.warn(
-                f"the gradient is traced for one chain at a time, so steps of many take longer: {error}",
-                stacklevel=3,
-            )
+            message = "the gradient is traced for one chain at a time, so steps of many take longer"
+            warnings.warn(f"{message}: {error}", stacklevel=3)
             return
         if checked is None:
             return
@@ -279,17 +268,13 @@ class _Inputs:
         rest = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         return cls(names, indices + [leaf for leaf in leaves if isinstance(leaf, Tensor)], rest, spec)
 
-    @property
-    def num_indices(self) -> int:
-        return len(self.names)
-
     def signature(self) -> tuple[Any, ...]:
         """What a graph depends on besides the tensors' values."""
         return (self.names, *[(t.shape, t.dtype) for t in self.tensors], self.rest, str(self.spec))
 
     def rebuild(self, tensors: tuple[Tensor, ...]) -> tuple[dict[str, Tensor], tuple[Any, ...] | None]:
         """Indices by plate and positional arguments, made of other tensors."""
-        count = self.num_indices
+        count = len(self.names)
         indices = dict(zip(self.names, tensors[:count], strict=True))
         if self.spec is None:
             return indices, None
@@ -337,8 +322,8 @@ class _Probe(Probe):
     def problem(self, number: int, deviation: float) -> str:
         return (
             f"its graph is right only where it was traced (elsewhere the {('energy', 'gradient')[number]} is "
-            f"off by {deviation:.1g}, relative). This is so if a model isn't deterministic, or branches on "
-            "values or indices that have left torch, by numpy() or tolist()"
+            f"off by {deviation:.1g}, relative): the model isn't deterministic, or branches on values that "
+            "have left torch, by numpy() or tolist()"
         )
 
 
@@ -359,12 +344,8 @@ def chain_slices(num_chains: int, size: int, *, alone: bool = False) -> list[sli
 def _redraw(minibatch: Minibatch, plates: Mapping[str, SubsampledPlate]) -> Minibatch:
     """A minibatch of the same shapes: other rows, or the rows of the batch in reverse."""
     if minibatch.args is None:
-        return Minibatch(
-            {
-                name: draw_indices({name: plates[name]}, *rows.shape[:-1])[name]
-                for name, rows in minibatch.indices.items()
-            }
-        )
+        given = minibatch.indices.items()
+        return Minibatch({name: draw_rows(plates[name], rows.shape[:-1]) for name, rows in given})
     leaves, spec = tree_flatten(minibatch.args)
     leaves = [leaf.flip(0) if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
     return Minibatch(minibatch.indices, tree_unflatten(leaves, spec))

@@ -103,10 +103,6 @@ class PlateRows:
         one_by_one = each <= 32 and all(8 * plate.subsample_size <= plate.size for plate in plates.values())
         self._steps_ahead = max(1, min(64, MAX_AHEAD // max(1, rows))) if one_by_one else 1
 
-    def first(self) -> Minibatch:
-        """A minibatch to try the model on."""
-        return self.draw()
-
     def draw(self) -> Minibatch:
         """The minibatch of one step, independent of those of all others."""
         if not self.plates:
@@ -116,6 +112,8 @@ class PlateRows:
             steps = zip(*(rows.unbind() for rows in drawn.values()), strict=True)
             self._ahead.extend(Minibatch(dict(zip(drawn, rows, strict=True))) for rows in steps)
         return self._ahead.popleft()
+
+    first = draw  # a minibatch to try the model on
 
     def _draw_ahead(self, plate: SubsampledPlate) -> Tensor:
         """Independent minibatches of the next steps in one call, of shape ``(steps, *shape, B)``."""
@@ -161,8 +159,7 @@ class Loader:
         self.batches = batches
         if iter(batches) is batches:
             raise ValueError(
-                f"batches is {batches!r}, which can be iterated over once only; pass a DataLoader, a list, "
-                "or another object that starts again each time it is iterated over"
+                f"batches is {batches!r}, which can be iterated over once only; pass a DataLoader or a list"
             )
         self._begin(_seed())
 
@@ -182,8 +179,7 @@ class Loader:
 
     def draw(self) -> Minibatch:
         """The next batch; after the last one, the first of a new epoch."""
-        batch = self._next()
-        if batch is None:
+        if (batch := self._next()) is None:
             self._begin(_seed())
             batch = self._next()
         return Minibatch(args=_as_args(batch))

@@ -110,6 +110,12 @@ class LatentSite:
     event_dim: int
     frames: tuple[CondIndepStackFrame, ...]
 
+    @classmethod
+    def of(cls, site: Any) -> LatentSite:
+        """The latent site of a site of a trace."""
+        fn, frames = site["fn"], tuple(site["cond_indep_stack"])
+        return cls(site["name"], site["value"].detach(), fn.support, fn.event_dim, frames)
+
 
 @dataclass(frozen=True)
 class SubsampledPlate:
@@ -167,13 +173,8 @@ def in_subsampled_plate(frames: Iterable[CondIndepStackFrame]) -> bool:
 
 def subsampled_plates(trace: poutine.Trace) -> dict[str, SubsampledPlate]:
     """The subsampled plates of a model's trace."""
-    return {
-        site["name"]: SubsampledPlate(
-            site["name"], site["fn"].size, site["fn"].subsample_size, site["value"].device
-        )
-        for site in _samples(trace)
-        if is_subsampled(site["fn"])
-    }
+    shown = [(s["name"], s["fn"], s["value"]) for s in _samples(trace) if is_subsampled(s["fn"])]
+    return {name: SubsampledPlate(name, fn.size, fn.subsample_size, rows.device) for name, fn, rows in shown}
 
 
 def init_to_prior(site: Any) -> Tensor:
@@ -225,17 +226,8 @@ class Program:
         self.params = tuple(trace.param_nodes)
         latents = [s for s in variables(trace) if not s["is_observed"] and not is_deterministic(s)]
         self.enumerated = tuple(s["name"] for s in latents if s["fn"].has_enumerate_support)
-        self.latents = {
-            s["name"]: LatentSite(
-                s["name"],
-                s["value"].detach(),
-                s["fn"].support,
-                s["fn"].event_dim,
-                tuple(s["cond_indep_stack"]),
-            )
-            for s in latents
-            if not s["fn"].has_enumerate_support
-        }
+        continuous = [LatentSite.of(s) for s in latents if not s["fn"].has_enumerate_support]
+        self.latents = {site.name: site for site in continuous}
         for name, latent in self.latents.items():
             if latent.support.is_discrete:
                 raise ValueError(
@@ -279,8 +271,8 @@ class Program:
         missing = [name for name in [*self.latents, *self.plates] if name not in trace.nodes]
         if missing:
             raise ValueError(
-                f"the model has site {missing[0]!r} in some of its runs and not in others; the sites have to "
-                "be the same in every run. Sample this site in every run, and use it only where it is needed"
+                f"the model has site {missing[0]!r} in some of its runs and not in others; sample it in "
+                "every run, and use it only where it is needed"
             )
         values = {name: trace.nodes[name]["value"].detach() for name in self.latents}
         return values, {name: trace.nodes[name]["value"] for name in self.plates}
@@ -365,9 +357,8 @@ def _elements(site: Any) -> Term:
     try:
         elements = fn.log_prob(site["value"], *site["args"], **site["kwargs"])
     except ValueError as error:
-        raise ValueError(
-            f"the log probability of site {site['name']!r} can't be computed: {error}"
-        ) from error
+        problem = f"the log probability of site {site['name']!r} can't be computed: {error}"
+        raise ValueError(problem) from error
 
     def aligned(of_batch: Any) -> Any:
         """A number or tensor of the site's batch shape, with dims of 1 for the entries of an event."""
