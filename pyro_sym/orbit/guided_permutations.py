@@ -77,13 +77,14 @@ def importance_unbiased(log_matrix: Tensor, num_elements: int, rest: Rest | None
     r"""The logarithm of an unbiased estimate, of shape ``(P,)``: the proposals without the identity.
 
     By Jensen's inequality its expectation is at most :math:`\log \operatorname{perm}(e^L) - \log n!`. It
-    would overstate an ELBO, so it is for diagnostics only. Arguments are as for :func:`importance`.
+    would overstate an ELBO, so it is for diagnostics only. Arguments are as for
+    :func:`~pyro_sym.orbit.guided_permutations.importance`.
     """
     return _log_mean(_log_weights(log_matrix, num_elements + 1, rest=rest)[:, 1:])
 
 
 def importance_bracket(log_matrix: Tensor, num_elements: int) -> tuple[Tensor, Tensor]:
-    r""":func:`importance_unbiased` and :func:`importance` on shared proposals, rescaled after every choice.
+    r"""``importance_unbiased`` and ``importance`` on shared proposals, rescaled after every choice.
 
     Each has :math:`K` elements and shape ``(P,)``; in expectation the first is at most, and over
     :math:`\omega` too the second at least, :math:`\log \operatorname{perm}(e^L) - \log n!`, in nats.
@@ -117,7 +118,7 @@ def sinkhorn(log_matrix: Tensor, sweeps: int | None = None) -> Tensor:
 def propose(
     log_matrix: Tensor, num_elements: int, identity: Tensor | None = None, *, rescalings: int = RESCALINGS
 ) -> tuple[Tensor, Tensor]:
-    r"""Draw permutations slot by slot, as :func:`importance` describes, without gradients.
+    r"""Draw permutations slot by slot, as ``importance`` describes, without gradients.
 
     :math:`L` has shape ``(B, n, n)``. Where ``identity``, of shape ``(B, K)``, is true, the identity replaces
     the draw. ``rescalings`` is how often the remaining matrix is rescaled. Returns the unit of every slot, of

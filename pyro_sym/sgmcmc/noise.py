@@ -51,7 +51,7 @@ def check_noise_estimate(dynamics: Callable[..., Any], **arguments: Scalar) -> N
     The variance of the noise that a step injects, the expression under the root in its formula, has to be
     :math:`\ge 0` in every coordinate. The steps refuse a negative number by themselves; so that they can be
     traced they don't check tensors, and the root would be NaN. At :math:`T = 0` no noise is injected and the
-    estimate is not used. ``dynamics`` is one of the one-step maps that :func:`injects` registers,
+    estimate is not used. ``dynamics`` is one of the one-step maps that ``injects`` registers,
     ``arguments`` are its keyword arguments.
 
     Example:

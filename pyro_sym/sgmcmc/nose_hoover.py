@@ -35,7 +35,7 @@ def sgnht(
     thermal_inertia: Scalar | None = None,
     groups: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""One step of :class:`SGNHT`, whose docstring has the formula; returns the new state.
+    r"""One step of :class:`~pyro_sym.SGNHT`, whose docstring has the formula; returns the new state.
 
     **Thermal inertia.** The target does not depend on :math:`\mu`: in continuous time :math:`\zeta` is normal
     around its mean, with the variance :math:`T / (\mu d)` for a group of :math:`d` coordinates, and
@@ -113,9 +113,9 @@ class SGNHT(StochasticGradientKernel):
     with :math:`\bar m` half way between the momenta before and after the first line; the mean runs over the
     coordinates of a thermostat :math:`\zeta`, which starts at :math:`\gamma` and settles where the kinetic
     temperature is :math:`T`, in a number of steps that does not depend on the scale of the posterior
-    (:math:`\mu = T (20 h)^2`; :func:`sgnht` says why). Gradient noise of variance :math:`V` raises the
-    friction, where it raises the temperature of other kernels. On a Gaussian with many coordinates of
-    curvature :math:`\lambda`, :math:`x = h^2 G \lambda`, exactly
+    (:math:`\mu = T (20 h)^2`; :func:`~pyro_sym.sgmcmc.nose_hoover.sgnht` says why). Gradient noise of
+    variance :math:`V` raises the friction, where it raises the temperature of other kernels. On a Gaussian
+    with many coordinates of curvature :math:`\lambda`, :math:`x = h^2 G \lambda`, exactly
 
     .. math::
 
@@ -201,7 +201,7 @@ class SGNHT(StochasticGradientKernel):
         return *super().init(position, noise, sizes=sizes, **settings), thermostat
 
     def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Any) -> State:
-        """One step of :func:`sgnht`."""
+        """One step of :func:`~pyro_sym.sgmcmc.nose_hoover.sgnht`."""
         position, momentum, thermostat = state
         settings |= {"friction": self.friction, "thermal_inertia": self.thermal_inertia}
         return sgnht(position, momentum, thermostat, gradient, noise, groups=self._groups, **settings)

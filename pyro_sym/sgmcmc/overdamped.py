@@ -30,7 +30,7 @@ def sgld(
     inverse_mass: Scalar = 1.0,
     noise_estimate: Scalar = 0.0,
 ) -> Tensor:
-    r"""One step of :class:`SGLD`, whose docstring has the formula; returns the new position :math:`u`.
+    r"""One step of ``SGLD``, whose docstring has the formula; returns the new position ``u``.
 
     ``noise``, :math:`\xi`, is standard normal; position, gradient and noise have one shape, to which
     :math:`G` and :math:`\hat B` broadcast. The inputs are not changed. A negative variance of the noise is a
@@ -58,11 +58,11 @@ def averaged_langevin(
     inverse_mass: Scalar = 1.0,
     noise_estimate: Scalar = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    r"""One step of :class:`LeimkuhlerMatthews`; returns the position, and ``noise`` for the next step.
+    r"""One step of ``LeimkuhlerMatthews``; returns the position, and ``noise`` for the next step.
 
-    Arguments as for :func:`sgld`; ``previous_noise``, :math:`\xi'`, is a fresh draw on the first step.
-    Gradient noise is white and the averaged noise is not: with :math:`\hat B` subtracted, a variance
-    :math:`h^2 G^2 V / 4` to leading order remains.
+    Arguments as for :func:`~pyro_sym.sgmcmc.overdamped.sgld`; ``previous_noise``, :math:`\xi'`, is a fresh
+    draw on the first step. Gradient noise is white and the averaged noise is not: with :math:`\hat B`
+    subtracted, a variance :math:`h^2 G^2 V / 4` to leading order remains.
 
     Example:
         >>> u, before, xi = torch.tensor([1.0]), torch.tensor([0.5]), torch.tensor([-0.5])
@@ -79,8 +79,8 @@ def sgld_from_sgd(lr: float, num_data: int) -> float:
     r"""Step size of the SGLD, or Leimkuhler-Matthews, chain whose cold limit is SGD without momentum.
 
     ``torch.optim.SGD(lr=lr)`` on the loss :math:`L = U / N` averaged over the :math:`N` rows of the data set
-    (``num_data``; 1 if the loss is a sum) is :func:`sgld` at :math:`T = 0` with :math:`h = \mathrm{lr} / N`.
-    A prior :math:`N(0, s^2)` stands for ``weight_decay`` :math:`1 / (N s^2)`.
+    (``num_data``; 1 if the loss is a sum) is :func:`~pyro_sym.sgmcmc.overdamped.sgld` at :math:`T = 0` with
+    :math:`h = \mathrm{lr} / N`. A prior :math:`N(0, s^2)` stands for ``weight_decay`` :math:`1 / (N s^2)`.
     """
     check_sgd(lr, 0.0, num_data)
     return lr / num_data
@@ -95,7 +95,8 @@ class SGLD(StochasticGradientKernel):
 
     the Euler scheme of overdamped Langevin dynamics. The variance of a Gaussian of curvature :math:`\lambda`
     comes out as :math:`(T / \lambda) / (1 - h G \lambda / 2)`, and gradient noise of variance :math:`V` adds
-    :math:`h V / 2` to the temperature: :class:`LeimkuhlerMatthews` removes the first error at the same price.
+    :math:`h V / 2` to the temperature: :class:`~pyro_sym.LeimkuhlerMatthews` removes the first error at the
+    same price.
 
     Args:
         model: a Pyro model.
@@ -154,7 +155,7 @@ class SGLD(StochasticGradientKernel):
             **options: as for the kernel.
 
         Returns:
-            The kernel, with the step size of :func:`sgld_from_sgd`.
+            The kernel, with the step size of :func:`~pyro_sym.sgmcmc.overdamped.sgld_from_sgd`.
 
         Raises:
             TypeError: if neither ``lr`` nor ``optimizer`` is given, or the optimiser is not SGD.
@@ -169,7 +170,7 @@ class SGLD(StochasticGradientKernel):
         return cls(model, step_size=sgld_from_sgd(lr, num_data), **options)
 
     def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Any) -> State:
-        """One step of :func:`sgld`."""
+        """One step of :func:`~pyro_sym.sgmcmc.overdamped.sgld`."""
         return (sgld(state[0], gradient, noise, noise_estimate=self.noise_estimate, **settings),)
 
 
@@ -182,16 +183,16 @@ class LeimkuhlerMatthews(SGLD):
 
     :math:`\xi'` being the noise of the step before. The variance of a Gaussian is exact at every stable step
     size, and averages of other targets are in error by :math:`O(h^2)`; gradient noise heats as it does
-    :class:`SGLD`. The cold limit is SGD.
+    :class:`~pyro_sym.SGLD`. The cold limit is SGD.
 
     Args:
         model: a Pyro model.
         step_size: :math:`h > 0`; a number, or a function of the step.
-        noise_estimate: as for :class:`SGLD`.
+        noise_estimate: as for :class:`~pyro_sym.SGLD`.
         **options: what every kernel takes (:class:`StochasticGradientKernel`).
 
     Raises:
-        ValueError: as :class:`SGLD`.
+        ValueError: as :class:`~pyro_sym.SGLD`.
 
     Example:
         >>> def model():
@@ -210,7 +211,7 @@ class LeimkuhlerMatthews(SGLD):
         return position, noise
 
     def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Any) -> State:
-        """One step of :func:`averaged_langevin`."""
+        """One step of :func:`~pyro_sym.sgmcmc.overdamped.averaged_langevin`."""
         position, previous = state
         own = {"noise_estimate": self.noise_estimate, **settings}
         return averaged_langevin(position, previous, gradient, noise, **own)

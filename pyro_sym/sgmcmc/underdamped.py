@@ -47,7 +47,7 @@ def sghmc(
     inverse_mass: Scalar = 1.0,
     noise_estimate: Scalar = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    r"""One step of :class:`SGHMC`, whose docstring has the formula; returns position and momentum.
+    r"""One step of :class:`~pyro_sym.SGHMC`, whose docstring has the formula; returns position and momentum.
 
     ``noise``, :math:`\xi`, is standard normal; position, momentum, gradient and noise have one shape, to
     which :math:`G` and :math:`\hat B` broadcast. The inputs are not changed. A negative variance of the noise
@@ -89,10 +89,11 @@ def baoa(
     inverse_mass: Scalar = 1.0,
     noise_estimate: Scalar = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    r"""One step of :class:`BAOA`, whose docstring has the formula; returns position and momentum.
+    r"""One step of :class:`~pyro_sym.BAOA`, whose docstring has the formula; returns position and momentum.
 
-    Arguments as for :func:`sghmc`. Infinite friction forgets the momentum each step. With :math:`\hat B`
-    subtracted the variance of the position is right, up to a relative :math:`x / 4` of the correction.
+    Arguments as for :func:`~pyro_sym.sgmcmc.underdamped.sghmc`. Infinite friction forgets the momentum each
+    step. With :math:`\hat B` subtracted the variance of the position is right, up to a relative :math:`x /
+    4` of the correction.
 
     Example:
         >>> u, m, xi = torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([0.5])
@@ -142,7 +143,7 @@ def momentum_within_kick(
 
     Momentum and gradient, of shape ``(*batch, d)``, are those after a step; all else broadcasts to them.
     Gradient noise of variance :math:`V` raises the variance by :math:`h V / (2 \gamma (1 - \tfrac12 \gamma
-    h))` for :class:`SGHMC`, and leaves it unchanged for :class:`~pyro_sym.SGNHT`.
+    h))` for :class:`~pyro_sym.SGHMC`, and leaves it unchanged for :class:`~pyro_sym.SGNHT`.
     """
     half = step_size / 2
     variance = kick_variance(step_size, friction, temperature, inverse_mass, noise_estimate)
@@ -155,9 +156,10 @@ def sghmc_from_sgd(lr: float, momentum: float, num_data: int) -> tuple[float, fl
     """Step size and friction of the SGHMC chain whose cold limit is SGD with momentum.
 
     ``torch.optim.SGD(lr=lr, momentum=momentum)`` on the loss :math:`L = U / N` averaged over the :math:`N`
-    rows of the data set (``num_data``; 1 if the loss is a sum) is :func:`sghmc` at :math:`T = 0` from
-    :math:`m = 0`, from the first step on: SGD's buffer is :math:`-m / (h N)`. :class:`SGHMC` has the formula.
-    A prior :math:`N(0, s^2)` stands for ``weight_decay`` :math:`1 / (N s^2)`.
+    rows of the data set (``num_data``; 1 if the loss is a sum) is :func:`~pyro_sym.sgmcmc.underdamped.sghmc`
+    at :math:`T = 0` from :math:`m = 0`, from the first step on: SGD's buffer is :math:`-m / (h N)`.
+    :class:`~pyro_sym.SGHMC` has the formula. A prior :math:`N(0, s^2)` stands for ``weight_decay`` :math:`1
+    / (N s^2)`.
     """
     check_sgd(lr, momentum, num_data)
     step_size = math.sqrt(lr / num_data)
@@ -165,7 +167,7 @@ def sghmc_from_sgd(lr: float, momentum: float, num_data: int) -> tuple[float, fl
 
 
 def baoa_from_sgd(lr: float, momentum: float, num_data: int) -> tuple[float, float]:
-    r"""As :func:`sghmc_from_sgd`, for :class:`BAOA`; the friction is infinite at :math:`\mu = 0`."""
+    r"""As ``sghmc_from_sgd``, for ``BAOA``; the friction is infinite at :math:`\mu = 0`."""
     check_sgd(lr, momentum, num_data)
     step_size = math.sqrt(2 * lr / (num_data * (1 + momentum)))
     return step_size, -math.log(momentum) / step_size if momentum > 0 else math.inf
@@ -253,7 +255,7 @@ class SGHMC(_Underdamped):
     stable only for :math:`h G \lambda < \gamma` and is no optimiser at :math:`T = 0`. A Gaussian of curvature
     :math:`\lambda`, :math:`x = h^2 G \lambda < 4 - 2 \gamma h`, comes out with the variance :math:`(T /
     \lambda) \, 2 (2 - \gamma h) / (4 - 2 \gamma h - x)`, and its momenta with :math:`(T / G) \, 4 / (4 - 2
-    \gamma h - x)`: :class:`BAOA` has no such error.
+    \gamma h - x)`: :class:`~pyro_sym.BAOA` has no such error.
 
     ``torch.optim.SGD`` with ``lr`` and momentum :math:`\mu` on the loss averaged over :math:`N` rows is
     :math:`h = \sqrt{\mathrm{lr} / N}`, :math:`\gamma = (1 - \mu) / h` (:meth:`from_sgd`).
@@ -284,13 +286,13 @@ class SGHMC(_Underdamped):
     _from_sgd = staticmethod(sghmc_from_sgd)
 
     def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Any) -> State:
-        """One step of :func:`sghmc`."""
+        """One step of :func:`~pyro_sym.sgmcmc.underdamped.sghmc`."""
         position, momentum = state
         own = {"friction": self.friction, "noise_estimate": self.noise_estimate}
         return sghmc(position, momentum, gradient, noise, **own, **settings)
 
     def thermal_momentum(self, state: State, gradient: Tensor, **settings: Any) -> Tensor:
-        """:func:`momentum_within_kick`."""
+        """:func:`~pyro_sym.sgmcmc.underdamped.momentum_within_kick`."""
         own = {"friction": self.friction, "noise_estimate": self.noise_estimate}
         return momentum_within_kick(state[1], gradient, damping=self.friction, **own, **settings)
 
@@ -360,7 +362,7 @@ class BAOA(_Underdamped):
     _from_sgd = staticmethod(baoa_from_sgd)
 
     def step(self, state: State, gradient: Tensor, noise: Tensor, **settings: Any) -> State:
-        """One step of :func:`baoa`."""
+        """One step of :func:`~pyro_sym.sgmcmc.underdamped.baoa`."""
         position, momentum = state
         own = {"friction": self.friction, "noise_estimate": self.noise_estimate}
         return baoa(position, momentum, gradient, noise, **own, **settings)

@@ -53,9 +53,9 @@ class Group(ABC):
     **Sizes** are read from the values: methods that need the size of the group take ``values`` and use only
     their shapes and devices.
 
-    To write a group of your own, implement ``_act`` and the abstract methods; the public :meth:`act` checks
-    sites and sizes first. :func:`align` and exports also need :meth:`closest`, which a :class:`FiniteGroup`
-    inherits.
+    To write a group of your own, implement ``_act`` and the abstract methods; the public
+    :meth:`~pyro_sym.Group.act` checks sites and sizes first. :func:`align` and exports also need
+    :meth:`~pyro_sym.Group.closest`, which a :class:`FiniteGroup` inherits.
 
     Attributes:
         axes: which axes (negative, from the right) of which sites the group moves; none for a site that it
@@ -155,12 +155,12 @@ class Group(ABC):
         )
 
     def margin(self, images: Values, mean: Values, variance: Values) -> Tensor:
-        """By how many nats each draw, where :meth:`closest` has brought it, is closer than its best rival.
+        """By how many nats each draw, where ``closest`` has brought it, is closer than its best rival.
 
         Args:
-            images: as the draws of :meth:`closest`.
-            mean: as for :meth:`closest`.
-            variance: as for :meth:`closest`.
+            images: as the draws of :meth:`~pyro_sym.Group.closest`.
+            mean: as for :meth:`~pyro_sym.Group.closest`.
+            variance: as for :meth:`~pyro_sym.Group.closest`.
 
         Returns:
             Half the difference of the distances :math:`d`, of shape ``(M,)``; infinite where there is no
@@ -169,7 +169,7 @@ class Group(ABC):
         return torch.full((len(next(iter(images.values()))),), math.inf, dtype=torch.float64)
 
     def pool_variance(self, variance: Values) -> dict[str, Tensor]:
-        """The variances that :meth:`closest` can weigh by, equal where the group mixes coordinates.
+        """The variances that ``closest`` can weigh by, equal where the group mixes coordinates.
 
         Args:
             variance: by site, with or without batch dims.
@@ -187,7 +187,8 @@ class Group(ABC):
 class FiniteGroup(Group):
     """A :class:`Group` with finitely many elements, which guides can be averaged over.
 
-    :meth:`closest` compares all elements, if there are at most 5,040; override it if you know better.
+    :meth:`~pyro_sym.Group.closest` compares all elements, if there are at most 5,040; override it if you
+    know better.
 
     Example:
         >>> draws, mean = {"x": torch.tensor([[2.0, 1.1]])}, {"x": torch.tensor([1.0, 2.0])}

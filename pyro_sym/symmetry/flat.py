@@ -30,7 +30,7 @@ class FlatGroup(Viewed):
 
     @property
     def members(self) -> list[Any]:
-        """The permutations and sign flips, and in :func:`normal_form` groups of other kinds."""
+        """The permutations and sign flips, and in ``normal_form`` groups of other kinds."""
         return self.symmetry.members
 
     def on(self, symmetry: Group) -> Viewed:
