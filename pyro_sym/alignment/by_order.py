@@ -59,11 +59,8 @@ def align_by_order(
     """
     draws = Draws(samples, symmetry, group_by_chain)
     descent = draws.descent()
-    movers = [
-        (i, member.axes[site])
-        for i, member in enumerate(draws.flat.members)
-        if member.relabels and site in member.axes
-    ]
+    members = enumerate(draws.flat.members)
+    movers = [(i, member.axes[site]) for i, member in members if member.relabels and site in member.axes]
     if len(movers) != 1 or len(movers[0][1]) != 1:
         raise SymmetryError(
             f"{symmetry!r} moves site {site!r} by {len(movers)} permutations along axes "

@@ -442,9 +442,8 @@ def _times_channels(op: Operation, axes: Axes, weight: Operand | None) -> Axes:
     return [op.atoms.multiply(a, weight.axes[0]) if k == 1 else a for k, a in enumerate(axes)]
 
 
-@rule(
-    "_native_batch_norm_legit_no_training", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"
-)
+@rule("_native_batch_norm_legit_no_training", "_native_batch_norm_legit")
+@rule("_native_batch_norm_legit_functional")
 def _batch_norm(op: Operation) -> list[Axes]:
     # In train mode the mean over all axes but the second is subtracted: signs along those are fixed.
     axes = [axis if k == 1 else op.atoms.unsigned(axis) for k, axis in enumerate(op["input"].axes)]

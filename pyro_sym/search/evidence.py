@@ -293,17 +293,14 @@ def _guilty(refutation: Refutation) -> list[int]:
 def _elements(symmetry: Group, point: Point) -> Iterator[tuple[str, Element]]:
     """All generators and some random elements, or some generators and more random elements."""
     generators = symmetry.generators(point.values)
-    if len(generators) <= MAX_GENERATORS:
-        yield from generators
-        number = NUM_RANDOM_ELEMENTS
-    else:
-        yield from generators[:: -(-len(generators) // NUM_SPREAD)]
-        number = NUM_RANDOM_AMONG_MANY
-    for _ in range(number):
+    few = len(generators) <= MAX_GENERATORS
+    yield from generators if few else generators[:: -(-len(generators) // NUM_SPREAD)]
+    for _ in range(NUM_RANDOM_ELEMENTS if few else NUM_RANDOM_AMONG_MANY):
         yield _random(symmetry, point)
 
 
 def _random(symmetry: Group, point: Point) -> tuple[str, Element]:
+    """A uniformly random element, and what messages call it."""
     return f"a random element of {symmetry!r}", symmetry.sample(point.values)
 
 
