@@ -19,15 +19,10 @@ def write_out(options: Any, defaults: Mapping[str, Any]) -> Callable[[F], F]:
     """Write a function's ``**options: Unpack[Options]`` out in its signature and docstring.
 
     Type checkers and editors read the ``TypedDict``; ``help``, notebooks and Sphinx read the signature and
-    the docstring at run time. This adds the names, types and defaults of all options to the signature, and
-    replaces the entry ``**options`` of the docstring by the ``Attributes`` of the docstring of ``Options``.
-
-    Args:
-        options: a ``TypedDict`` of which each key is an option.
-        defaults: the defaults that are not ``None``.
-
-    Returns:
-        A decorator. It returns the function itself, so that a call costs what it did before.
+    the docstring at run time. The decorator adds the names, types and defaults (``None`` unless in
+    ``defaults``) to the signature, and replaces the entry ``**options`` of the docstring by the
+    ``Attributes`` of that of ``Options``. It returns the function itself, so that a call costs what it did
+    before.
     """
     entries = textwrap.dedent(inspect.cleandoc(options.__doc__ or "").partition("Attributes:\n")[2])
     types = get_type_hints(options)

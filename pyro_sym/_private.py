@@ -172,10 +172,7 @@ def replaced_in_this_thread(
 ) -> Iterator[None]:
     """Replace a function of a module or class in this thread; other threads go on calling the original.
 
-    Args:
-        owner: the module or class.
-        name: the function's name there; if it has no such function, nothing is replaced.
-        make: takes the function and returns what is called in its place.
+    ``make`` takes the function and returns what is called instead. If there is none, nothing is replaced.
     """
     if not hasattr(owner, name):
         yield
@@ -253,11 +250,7 @@ def constraint_of(store: Any, name: str, default: Any) -> Any:
 
 
 def parts_of(guide: Any, *names: str) -> list[Any]:
-    """Attributes of an autoguide that its density is made of.
-
-    Raises:
-        NoDensityError: if it lacks one.
-    """
+    """Attributes of an autoguide that its density is made of; a ``NoDensityError`` if it lacks one."""
     for name in names:
         if not hasattr(guide, name):
             kind, version = type(guide).__name__, pyro.__version__

@@ -55,14 +55,10 @@ class StatisticsRecorder(Protocol):
 
 
 class Draws(ABC):
-    """The draws of a run and their statistics, as they are taken.
+    """The draws of a run and their statistics; they can be read during the run, and after :meth:`close`.
 
-    They can be read during the run, and after :meth:`close`.
-
-    Attributes:
-        done: draws of each chain so far, warm-up included.
-        num_draws: how many of them can be read.
-        sampling_time: seconds that they took.
+    ``done`` counts the draws of each chain so far, warm-up included, and ``num_draws`` those that can be
+    read. ``sampling_time`` is in seconds.
     """
 
     done = 0

@@ -9,12 +9,7 @@ __all__ = ["Divergence"]
 
 @dataclass(frozen=True)
 class Divergence:
-    """The end of a chain.
-
-    Attributes:
-        step: at which it diverged.
-        what: the first thing that was not finite, in words.
-    """
+    """The step at which a chain diverged, and in words the first thing that was not finite."""
 
     step: int
     what: str

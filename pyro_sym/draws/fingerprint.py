@@ -20,13 +20,10 @@ COLLAPSED = ", with all in it "
 
 @dataclass(frozen=True, eq=False)
 class Fingerprint:
-    """Values as they were at one moment, in words that are the same in every process.
+    """Values at one moment, in words that are the same in every process, by name in ``roots``.
 
-    Attributes:
-        roots: names and parts.
-        doubts: places that can't be read, with the reason.
-        handlers: places of Pyro's effect handlers, which keep what they computed.
-        tensors: digests of large tensors, to be reused for those that did not change.
+    ``doubts`` are places that can't be read, with the reason, ``handlers`` those of Pyro's effect handlers,
+    which keep what they computed, ``tensors`` digests of large tensors, reused for those that don't change.
     """
 
     roots: list[tuple[str, Part]]
@@ -35,14 +32,11 @@ class Fingerprint:
     tensors: dict[int, tuple[Tensor, int, str]]
 
     def words(self, leave_out: Collection[str] = ()) -> dict[str, str]:
-        """Say what is at each place.
+        """Return words by place, as ``{"model": "Model", "model.loc": "0.5", ...}``.
 
-        Args:
-            leave_out: names of parameters that are left out, in whatever module they are.
-
-        Returns:
-            Words by place, as ``{"model": "Model", "model.loc": "0.5", ...}``. At most ``MAX_WORDS`` places
-            are named, those nearest to the roots; the others go into the digest of the place above them.
+        Parameters of the names in ``leave_out`` are left out, in whatever module they are. At most
+        ``MAX_WORDS`` places are named, those nearest to the roots; the others go into the digest of the place
+        above them.
         """
         left_out = tuple(f".{name}" for name in leave_out)
         digests: dict[int, str] = {}
@@ -64,7 +58,7 @@ class Fingerprint:
 
 
 def fingerprint(roots: Mapping[str, Any], before: Fingerprint | None = None) -> Fingerprint:
-    """Read values, and everything that they reach.
+    """Read the values in ``roots`` and everything that they reach; ``doubts`` names what can't be read.
 
     Tensors and arrays are read value by value. Functions and classes of the user are read by their code,
     defaults, closures and the global variables that they name; those of installed packages by their names.
@@ -72,21 +66,8 @@ def fingerprint(roots: Mapping[str, Any], before: Fingerprint | None = None) -> 
     items counts in a ``dict``, but not in a ``set``.
 
     Locks, weak caches, the cache of ``functools.lru_cache`` and the random generators of a ``DataLoader``
-    (which a run restores) are left out.
-
-    Args:
-        roots: the values by name.
-        before: an earlier fingerprint; large tensors that were not written to since are not read again.
-
-    Returns:
-        The fingerprint. Its ``doubts`` name what can't be read, such as an open file.
-
-    Example:
-        >>> def model(scale=1.0):
-        ...     pyro.sample("m", dist.Normal(0.0, scale))
-        >>> words = fingerprint({"model": model}).words()
-        >>> words["model"], words["model: default scale"]
-        ('model', '1.0')
+    (which a run restores) are left out. Large tensors that were not written to since ``before``, an earlier
+    fingerprint, are not read again.
     """
     reader = ValueReader({} if before is None else before.tensors)
     parts = [(name, reader.read(value, name)) for name, value in roots.items()]

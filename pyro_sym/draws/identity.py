@@ -23,14 +23,11 @@ MAX_LISTED = 5
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run was started with.
+    """What a run was started with: words by place that its model, data and kernel reach, and versions.
 
-    Attributes:
-        words: what is at each place that its model, data and kernel reach.
-        changing: places that changed while the chains were started. They are not compared.
-        noted: those of them that the model itself changed, and not one of Pyro's effect handlers.
-        doubts: places that can't be read.
-        versions: of Python, torch and Pyro.
+    Places in ``changing`` changed while the chains were started and are not compared; those in ``noted`` were
+    changed by the model itself, not by one of Pyro's effect handlers. ``doubts`` are places that can't be
+    read.
     """
 
     words: Mapping[str, str]
@@ -89,13 +86,10 @@ class Identity:
 def identify(
     roots: Mapping[str, Any], before: Fingerprint, program: Program, settings: Mapping[str, Any]
 ) -> Identity:
-    """Describe what a run was started with.
+    """Describe a run by its ``roots`` (model, arguments and options of the kernel) and ``settings``.
 
-    Args:
-        roots: the model, its arguments and the options of the kernel, by name.
-        before: a fingerprint of the roots before the chains were started, which runs the model some times.
-        program: the model as the chains run it.
-        settings: numbers and names, which are compared by their ``repr``.
+    ``before`` is a fingerprint of the roots from before the chains were started, which runs the model;
+    ``program`` is the model as the chains run it.
     """
     after = fingerprint(roots, before)
     words, words_after = before.words(program.latents), after.words(program.latents)

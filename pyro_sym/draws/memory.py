@@ -11,13 +11,7 @@ __all__ = ["DrawsInMemory"]
 
 
 class DrawsInMemory(Draws):
-    """Draws kept in memory as unconstrained values.
-
-    Args:
-        chains: the chains that draw.
-        recorder: of their statistics.
-        num_samples: how many draws of each chain to keep.
-    """
+    """Draws kept in memory as unconstrained values, ``num_samples`` of each chain."""
 
     def __init__(self, chains: DrawingChains, recorder: StatisticsRecorder, num_samples: int) -> None:
         self._chains = chains

@@ -22,21 +22,12 @@ BLOCK_BYTES, NUM_BLOCKS = 2**26, 20
 
 
 class DrawsOnDisk(StoredDraws):
-    """Draws that are written to a store, a block at a time.
+    """Draws that are written to a store, ``block`` draws at a time.
 
-    Args:
-        store: a directory; if it holds a run, the chains are set to the state that was committed last.
-        chains: the chains that draw, just started.
-        recorder: of their statistics.
-        num_samples: how many draws of each chain to keep; more than the store was created for extend it.
-        block: how many draws to write at once, if the store is created.
-        identity: what the run was started with.
-        start: torch's random state before the chains were started.
-        attrs: what the store tells readers about the run.
-        record: the record of the store, if it holds a run.
-
-    Raises:
-        ValueError: if the store holds another run, or was created for more draws.
+    If ``record`` is given, the store holds a run: the chains, just started, are set to its state, and a
+    larger ``num_samples`` extends it. A ``ValueError`` is raised if it is another run or was created for more
+    draws. ``start`` is torch's random state before the chains were started; ``attrs`` is what readers are
+    told.
     """
 
     def __init__(

@@ -38,14 +38,9 @@ METADATA = "zarr.json"
 
 
 def local_path(store: str | os.PathLike[str]) -> Path:
-    """The absolute path of a store, from a path or a ``file://`` URL.
+    """Return the absolute path of a store, from a path (``~`` is the home directory) or a ``file://`` URL.
 
-    Args:
-        store: a path, in which ``~`` stands for the home directory, or a URL.
-
-    Raises:
-        TypeError: if it is neither.
-        ValueError: if it is a URL of another machine, whose files can't be locked and replaced atomically.
+    URLs of other machines, whose files can't be locked and replaced atomically, raise a ``ValueError``.
     """
     try:
         text = os.fsdecode(os.fspath(store))
@@ -66,11 +61,7 @@ def local_path(store: str | os.PathLike[str]) -> Path:
 
 
 def variable_names(sites: Iterable[str]) -> dict[str, str]:
-    """The variable of each site, in whose name ``/`` can't be.
-
-    Raises:
-        ValueError: if two sites would share a variable, or one would be stored as a dim.
-    """
+    """Return the variable of each site, in whose name ``/`` can't be; raise if two would share one."""
     names: dict[str, str] = {}
     taken = {"chain": "the dim of chains", "draw": "the dim of draws"}
     for site in sites:
@@ -84,25 +75,12 @@ def variable_names(sites: Iterable[str]) -> dict[str, str]:
 
 
 class StoredArrays:
-    """The arrays of a store, as they were at one moment.
+    """The arrays of a store, as they were at one moment, with ``attrs``, the attributes of the root.
 
     The metadata of the root, a file that is replaced atomically, hold the shapes of all arrays and the number
-    of draws. They are read once, so reads are consistent while another process writes.
-
-    Args:
-        path: the directory.
-        writable: whether the arrays can be written to.
-
-    Attributes:
-        attrs: attributes of the root.
-        num_chains: chains of the run.
-        num_samples: draws of each chain when the run is finished.
-        num_draws: draws of each chain that can be read.
-        block: how many draws are written at once.
-
-    Raises:
-        FileNotFoundError: if there is nothing at the path.
-        ValueError: if it holds no store of draws, or its metadata are damaged.
+    of draws. They are read once, so reads are consistent while another process writes. Of each chain
+    ``num_draws`` draws can be read, of ``num_samples`` when the run is finished; ``block`` are written at
+    once.
     """
 
     def __init__(self, path: Path, writable: bool = False) -> None:
@@ -149,17 +127,9 @@ class StoredArrays:
         return [name for name in found if name not in ("chain", "draw")]
 
     def read(self, name: str, draws: int) -> Tensor:
-        """Read the first draws of a variable.
+        """Return the first draws of a variable such as ``posterior/w``, of shape ``(C, draws, ...)``.
 
-        Args:
-            name: such as ``posterior/w``.
-            draws: how many.
-
-        Returns:
-            A tensor of shape ``(C, draws, ...)``.
-
-        Raises:
-            ValueError: if a chunk is lost or damaged.
+        A chunk that is lost or damaged raises a ``ValueError``.
         """
         if self.attrs.get("format", 1) > 1:  # format 1 left out chunks of fill values
             for start, stop, file in self._chunks(name, draws):
@@ -202,13 +172,7 @@ _CURE = "Restore the store from a copy, or pass another path and run again"
 
 
 class StoredDraws(Draws):
-    """Draws and statistics in a store.
-
-    Args:
-        arrays: of the store.
-        sites: names of the variables by site.
-        device: the device that draws are moved to.
-    """
+    """Draws and statistics in a store, with the variables by site in ``sites``; moved to ``device``."""
 
     def __init__(self, arrays: StoredArrays, sites: Mapping[str, str], device: torch.device) -> None:
         self._arrays = arrays

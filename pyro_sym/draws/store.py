@@ -60,7 +60,7 @@ class Variable:
 
 
 class Store:
-    r"""A directory of draws, statistics and a record of the state of the run.
+    """A directory (path or ``file://`` URL) of draws, statistics and a record of the state of the run.
 
     It is a Zarr hierarchy with the groups ``posterior`` and ``sample_stats``, as in ArviZ. Its arrays have
     the size of the whole run from the start, so ``xarray.open_datatree(path, engine="zarr")`` opens it at any
@@ -68,17 +68,6 @@ class Store:
 
     Chunks are blocks of draws, each with a checksum. They are written before the record, which is replaced
     atomically: a run that dies leaves the record of the last whole block, and is resumed from there.
-
-    Args:
-        path: the directory; a path or a ``file://`` URL.
-
-    Attributes:
-        arrays: the arrays, once the store was opened.
-
-    Raises:
-        ImportError: if Zarr is not installed.
-        FileExistsError: if there is something else at ``path``.
-        ValueError: if ``path`` is a URL of a place that is not on a local disk.
     """
 
     arrays: StoredArrays
@@ -116,12 +105,7 @@ class Store:
         return record
 
     def lock(self) -> None:
-        """Acquire the write lock.
-
-        Raises:
-            BlockingIOError: if another process is writing.
-            OSError: if the lock file can't be written.
-        """
+        """Acquire the write lock; raise a ``BlockingIOError`` if another process is writing."""
         try:
             import fcntl
         except ImportError:  # Windows
@@ -183,13 +167,9 @@ class Store:
         self.arrays = StoredArrays(self.path, writable=True)
 
     def extend(self, num_samples: int) -> None:
-        """Resize the arrays for more draws.
+        """Resize the arrays for ``num_samples`` draws of each chain, one by one.
 
-        They get their new shapes one by one. Readers take shapes from the metadata of the root, which are
-        replaced last, atomically.
-
-        Args:
-            num_samples: the new number of draws of each chain.
+        Readers take shapes from the metadata of the root, which are replaced last, atomically.
         """
         with self._explain_disk_errors():
             metadata = read_metadata(self.path)

@@ -19,13 +19,10 @@ MIN_DRAWS = 4
 
 
 def diagnose(samples: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Effective sample size and split R-hat by site.
+    """Return ``{site: {"n_eff": …, "r_hat": …}}`` of draws by site, ``(C, draws, *shape)``.
 
-    Args:
-        samples: draws by site, of shape ``(C, draws, *shape)``.
-
-    Returns:
-        ``{site: {"n_eff": …, "r_hat": …}}``, each of the site's shape; NaN for fewer than four draws a chain.
+    Effective sample size and split R-hat have the site's shape; they are NaN for fewer than four draws a
+    chain.
     """
     report: dict[str, Any] = {}
     for name, value in samples.items():
@@ -38,11 +35,9 @@ def diagnose(samples: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def without_diverged(samples: Mapping[str, Tensor], diverging: Tensor) -> dict[str, Tensor]:
-    """The draws of chains that did not diverge; of all chains if all did.
+    """Return the draws ``(C, draws, *shape)`` by site of the chains without a true in ``diverging``.
 
-    Args:
-        samples: draws by site, of shape ``(C, draws, *shape)``.
-        diverging: which draws are NaN, of shape ``(draws, C)``.
+    It has the shape ``(draws, C)``. If all chains diverged, all are returned.
     """
     whole = ~diverging.any(0)  # (C,)
     whole = whole if whole.any() else torch.ones_like(whole)
@@ -52,15 +47,8 @@ def without_diverged(samples: Mapping[str, Tensor], diverging: Tensor) -> dict[s
 def print_table(samples: Mapping[str, Tensor], prob: float, diverging: Tensor) -> None:
     """Print mean, sd, median, interval, effective sample size and R-hat by coordinate, in Pyro's layout.
 
-    Draws after a divergence are left out. Effective sample size and R-hat leave out the whole chain.
-
-    Args:
-        samples: draws by site, of shape ``(C, draws, *shape)``.
-        prob: the probability of the interval.
-        diverging: which draws are NaN, of shape ``(draws, C)``.
-
-    Raises:
-        ValueError: if ``prob`` is out of range.
+    ``samples`` are ``(C, draws, *shape)`` by site, ``diverging`` ``(draws, C)``. Draws after a divergence are
+    left out; effective sample size and R-hat leave out the whole chain. ``prob`` is that of the interval.
     """
     if not 0 < prob < 1:
         raise ValueError(f"prob is {prob}; pass the probability of the interval, > 0 and < 1")

@@ -75,13 +75,9 @@ class Part:
 class ValueReader:
     """Turns values into parts, reading each object once.
 
-    Args:
-        known_tensors: tensors, versions and digests by id, from an earlier reader.
-
-    Attributes:
-        doubts: places that could not be read, with the reason.
-        handlers: places of Pyro's effect handlers.
-        tensors: large tensors that were read, in the format of ``known_tensors``.
+    ``doubts`` are places that could not be read, with the reason, ``handlers`` those of Pyro's effect
+    handlers. ``tensors`` has large tensors, their versions and digests by id; those of an earlier reader are
+    reused.
     """
 
     def __init__(self, known_tensors: dict[int, tuple[Tensor, int, str]]) -> None:

@@ -115,11 +115,7 @@ def asks_to_stop(callback: Callback, progress: Progress) -> bool:
 class Bar:
     """A progress bar that is redrawn at intervals of time, not of steps.
 
-    Args:
-        draws: of the whole run.
-        done: draws so far.
-        thinning: steps a draw.
-        disable: whether to hide it.
+    It starts at ``done`` of ``draws`` draws, warm-up included, of ``thinning`` steps each.
     """
 
     SECONDS = 0.2

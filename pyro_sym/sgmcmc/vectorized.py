@@ -75,7 +75,6 @@ class VectorizedMCMC(ReadableRun):
 
     Attributes:
         diverged: by chain, a :class:`~pyro_sym.draws.divergence.Divergence` with step and reason.
-        sampling_time: seconds that the draws took, warm-up included, and those before a crash.
         sampling_time: seconds that the draws took, warm-up and the time before a crash included.
 
     Raises:
