@@ -76,9 +76,8 @@ class Identity:
             )
         if self.noted:
             warnings.warn(
-                f"the model of the run in {path} changes {', '.join(_some(self.noted))} when it runs. The "
-                "store doesn't keep that: if the log density depends on it, a resumed run differs from one "
-                "that was not interrupted",
+                f"the model of the run in {path} changes {', '.join(_some(self.noted))} when it runs, which "
+                "the store doesn't keep: if the log density depends on it, a resumed run differs",
                 stacklevel=2,
             )
 

@@ -49,11 +49,7 @@ class DrawsOnDisk(StoredDraws):
         self._num_samples = num_samples
         potential = chains.potential
         sites = variable_names(potential.shapes)
-        self._about: dict[str, Any] = {
-            "format": FORMAT,
-            "identity": identity.record(),
-            "start": dict(start),
-        }
+        self._about = {"format": FORMAT, "identity": identity.record(), "start": dict(start)}
         if record is None:
             by_site = {"latent_site": list(sites), "unconstrained_sizes": dict(potential.sizes)}
             variables = _variables(chains, recorder, sites, num_samples)

@@ -16,12 +16,7 @@ __all__ = ["ReadableRun"]
 
 
 class ReadableRun(ABC):
-    """A run with the methods of ``pyro.infer.MCMC`` that read draws.
-
-    Attributes:
-        num_chains: :math:`C`.
-        diverged: by chain, a :class:`~pyro_sym.draws.divergence.Divergence` with step and reason.
-    """
+    """A run with the methods of ``pyro.infer.MCMC`` that read draws."""
 
     num_chains: int
     diverged: dict[int, Divergence]

@@ -50,9 +50,8 @@ def local_path(store: str | os.PathLike[str]) -> Path:
         parts = urlsplit(text)
         if parts.scheme.lower() != "file" or parts.netloc not in ("", "localhost"):
             raise ValueError(
-                f"store is {os.fspath(store)!r}, which is not on a local disk; to survive a crash, a run "
-                "needs files that can be locked and replaced atomically. Pass a local path, and copy the "
-                "store when the run is done"
+                f"store is {os.fspath(store)!r}, which is not on a local disk, where files can be locked and "
+                "replaced atomically. Pass a local path, and copy the store when the run is done"
             )
         text = url2pathname(unquote(parts.path))
     if not text:
@@ -93,9 +92,8 @@ class StoredArrays:
         try:
             # Also write chunks that are all fill value ("no divergence"), so that a lost chunk is noticed.
             with zarr.config.set({"array.write_empty_chunks": True}):
-                root = zarr.open_group(
-                    path, mode="r+" if writable else "r", zarr_format=3, use_consolidated=True
-                )
+                mode = "r+" if writable else "r"
+                root = zarr.open_group(path, mode=mode, zarr_format=3, use_consolidated=True)
                 self.attrs: dict[str, Any] = dict(root.attrs)
                 self._arrays = {
                     f"{group}/{name}": array for group in GROUPS for name, array in root[group].arrays()

@@ -115,8 +115,7 @@ class VectorizedMCMC(ReadableRun):
     ) -> None:
         if not isinstance(kernel, StochasticGradientKernel):
             raise TypeError(
-                f"kernel is {kernel!r}; VectorizedMCMC runs pyro_sym's stochastic-gradient kernels. Others "
-                "run in pyro.infer.MCMC"
+                f"kernel is {kernel!r}; pass one of pyro_sym's kernels. Others run in pyro.infer.MCMC"
             )
         self._warmup_given = warmup_steps is not None
         warmup_steps = num_samples if warmup_steps is None else warmup_steps
@@ -220,9 +219,8 @@ class VectorizedMCMC(ReadableRun):
             initial_values=self.initial_values,
             on_divergence=self.on_divergence,
         )
-        steps = (self.warmup_steps + self.num_samples) * self.thinning
         given = self.initial_params is not None or self.initial_values is not None
-        refuse_copies(chains, steps, given=given)
+        refuse_copies(chains, (self.warmup_steps + self.num_samples) * self.thinning, given=given)
         return chains
 
     def _start_with(self, store: Store) -> tuple[Chains, Draws]:
