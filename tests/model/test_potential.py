@@ -214,7 +214,7 @@ def test_supports_that_move_are_refused() -> None:
 
 def test_missing_indices_and_values_are_named() -> None:
     potential = Potential(normal_mean_and_scale, (torch.randn(5), 2))
-    with pytest.raises(ValueError, match="plate 'rows' shows 2 of 5 rows and has no indices"):
+    with pytest.raises(ValueError, match="plate 'data' shows 2 of 5 rows and has no indices"):
         potential(potential.initial())
 
 
