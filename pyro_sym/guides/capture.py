@@ -28,40 +28,24 @@ def is_one(scale: Any) -> bool:
 
 @dataclass(frozen=True)
 class Captured:
-    """A latent site of a guide's call, with the guide's own plates (``frames``) and scale.
+    """A latent site of a guide's call, with the guide's own plates (``frames``) and scale."""
 
-    Attributes:
-        value: the value drawn; dims of plates outside of the guide (particles) come first.
-        fn: the guide's distribution, with its own mask, before plates outside expand it.
-        frames: the guide's own plates around the site.
-        local: whether one of them is subsampled; such sites are not hidden.
-        scale: the guide's own, a number or a tensor.
-    """
-
-    value: Tensor
-    fn: Any
+    value: Tensor  # dims of plates outside of the guide (particles) come first
+    fn: Any  # the guide's distribution, with its own mask, before plates outside expand it
     frames: tuple[CondIndepStackFrame, ...]
-    local: bool
-    scale: Any = 1.0
+    local: bool  # in a subsampled plate; such sites are not hidden
+    scale: Any = 1.0  # a number or a tensor
 
 
 @dataclass(frozen=True)
 class Draws:
-    """``P`` draws of a guide: values by latent site, of shape ``(P, *native)``.
+    """``P`` draws of a guide."""
 
-    Attributes:
-        values: by latent site, of shape ``(P, *native)``.
-        own: the log density of the guide's hidden sites, of shape ``(P,)``, in nats, without masked entries.
-        indices: the minibatch of every plate of the guide.
-        fns: the distribution of each site, with the guide's masks.
-        scaled: as ``own``, with every term times the guide's own scale.
-    """
-
-    values: dict[str, Tensor]
-    own: Tensor
-    indices: dict[str, Tensor]
-    fns: dict[str, Any] = field(default_factory=dict)
-    scaled: Tensor | None = None
+    values: dict[str, Tensor]  # by latent site, of shape (P, *native)
+    own: Tensor  # (P,), the log density of the hidden sites in nats, without masked entries
+    indices: dict[str, Tensor]  # the minibatch of every plate of the guide
+    fns: dict[str, Any] = field(default_factory=dict)  # distributions by site, with the guide's masks
+    scaled: Tensor | None = None  # as own, with every term times the guide's own scale
 
     def at(self, rows: Tensor | slice) -> Draws:
         """Some of the draws."""

@@ -25,19 +25,12 @@ MAX_PAUSE = 64
 
 @dataclass(frozen=True)
 class _Anchor:
-    """The parameters at which distances were last computed.
-
-    Attributes:
-        locs: by site.
-        scales: the largest scale of all units, coordinate by coordinate, by site.
-        nearest: the smallest distance of two units, in these scales.
-        num_pairs: the number of ordered pairs.
-    """
+    """The parameters at which distances were last computed."""
 
     locs: Mapping[str, Tensor]
-    scales: Mapping[str, Tensor]
-    nearest: float
-    num_pairs: int
+    scales: Mapping[str, Tensor]  # by site, the largest scale of all units, coordinate by coordinate
+    nearest: float  # the smallest distance of two units, in these scales
+    num_pairs: int  # of ordered pairs
 
     def fits(self, normals: Normals) -> bool:
         return all(

@@ -41,14 +41,8 @@ class Progress:
         ...     pyro.sample("x", dist.Normal(0.0, 1.0))
         >>> def stop_after_20(progress):
         ...     return progress.num_draws >= 20
-        >>> mcmc = VectorizedMCMC(
-        ...     BAOA(model, step_size=0.1),
-        ...     num_samples=1000,
-        ...     warmup_steps=5,
-        ...     callback=stop_after_20,
-        ...     callback_every=5,
-        ...     disable_progbar=True,
-        ... )
+        >>> options = {"callback": stop_after_20, "callback_every": 5, "disable_progbar": True}
+        >>> mcmc = VectorizedMCMC(BAOA(model, step_size=0.1), 1000, warmup_steps=5, **options)
         >>> mcmc.run()
         >>> mcmc.get_samples()["x"].shape
         torch.Size([20])
