@@ -54,7 +54,7 @@ class Group(ABC):
     their shapes and devices.
 
     To write a group of your own, implement ``_act`` and the abstract methods; the public
-    :meth:`~pyro_sym.Group.act` checks sites and sizes first. :func:`align` and exports also need
+    :meth:`~pyro_sym.Group.act` checks sites and sizes first. :func:`~pyro_sym.align` and exports also need
     :meth:`~pyro_sym.Group.closest`, which a :class:`FiniteGroup` inherits.
 
     Attributes:
@@ -138,7 +138,7 @@ class Group(ABC):
             d(\theta) = \sum_c (\theta_c - \mu_c)^2 / \sigma_c^2 .
 
         Args:
-            draws: by site, of shape ``(M, *shape)``; :func:`align` passes float64 on the CPU.
+            draws: by site, of shape ``(M, *shape)``; :func:`~pyro_sym.align` passes float64 on the CPU.
             mean: :math:`\mu` by site, of shape ``shape``.
             variance: :math:`\sigma^2`, shaped alike and as :meth:`pool_variance` leaves it; infinite at sites
                 that should not count.
