@@ -55,7 +55,7 @@ class StatisticsRecorder(Protocol):
 
 
 class Draws(ABC):
-    """The draws of a run and their statistics; they can be read during the run, and after :meth:`close`.
+    """The draws of a run and their statistics; they can be read during the run, and after ``close``.
 
     ``done`` counts the draws of each chain so far, warm-up included, and ``num_draws`` those that can be
     read. ``sampling_time`` is in seconds.
